@@ -62,8 +62,12 @@ class Judgement:
     fixes: Callable[[], tuple[tuple[PredictedFix, ...], Fidelity | None]]
 
 
-def judge(trace: Trace, timeline: Timeline, options: ReportOptions) -> Judgement:
-    """Return the findings in a run whose timeline has been built."""
+def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: bool = True) -> Judgement:
+    """Return the findings in a run whose timeline has been built.
+
+    Without `replays` the run is replayed only where a finding's cost, or which of several is the cause, depends on it:
+    a single finding whose cost was measured has no gain then, and is not confirmed.
+    """
     said = trace.table("gaps").collect()  # what collectors were off
     addresses = {node: launch.get("addresses", ()) for node, launch in trace.run.items()}
     model = _model(trace, timeline, options)
@@ -75,7 +79,7 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions) -> Judgement
     measured, healthy, not_checked = ask(detectors(), tables, said, reasons)
     found, hidden = as_replayed(measured, measure)
     healthy = with_hidden(healthy, hidden, found, not_checked)
-    findings, fidelity = with_gains(tuple(found), measure)
+    findings, fidelity = with_gains(tuple(found), measure) if replays or len(found) > 1 else (tuple(found), None)
     fixes = cache(lambda: predicted_fixes(measure(), findings, costs(), fidelity))
     blamed = blamed_by_replay(lambda: fixes()[0], findings, tables)
     all_found = findings if blamed is None else (*findings, blamed)

@@ -34,8 +34,9 @@ from rankscope.errors import BadInput
 __all__ = ["summarize", "with_whole_run"]
 
 _NAME = "stretches"
-_BYTES = 500_000_000  # that the tables of a stretch take in memory, about
-_CPU_S_PER_BYTE = 4e-9  # that they are analyzed in, about
+_BYTES = 1_500_000_000  # that a report on the steps of a stretch would take in memory
+_OF_REPORT = 0.6  # of that, at most: the share that a stretch takes
+_CPU_S_PER_BYTE = 3e-9  # that it is analyzed in, about
 
 
 def with_whole_run(
@@ -65,7 +66,7 @@ def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options
     try:
         trace = _opened(paths, files).part(first, last)
         timeline = build_timeline(trace)
-        judged = judge(trace, timeline, options)
+        judged = judge(trace, timeline, options, replays=False)
     except BadInput as error:
         return StretchSummary(first=first, last=last, why=str(error))
     except Exception as error:  # the report on other steps is done, and must not be lost for this
@@ -137,8 +138,8 @@ def _summaries(
     wanted = [cut for cut in cuts if cut not in known]
     arguments = [(tuple(paths), files, *cut, options) for cut in wanted]
     costs = [(last - first + 1) * step_bytes for first, last in wanted]
-    cpu_s = [cost * _CPU_S_PER_BYTE for cost in costs]
-    results = each(summarize, arguments, cpu_s, memory=round(max(costs, default=0)), what=text("stretches"))
+    cpu_s, memory = [cost * _CPU_S_PER_BYTE for cost in costs], round(_OF_REPORT * max(costs, default=0))
+    results = each(summarize, arguments, cpu_s, memory=memory, what=text("stretches"))
     try:
         for cut, one in zip(wanted, results, strict=True):
             known[cut] = StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one

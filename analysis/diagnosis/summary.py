@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+from operator import itemgetter
+
 import polars as pl
 
 from rankscope.analysis.diagnosis.savings import tried
@@ -76,9 +79,10 @@ def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
     parts: list[Part] = []
     sums = breakdown.group_by("rank", "part", maintain_order=True).agg(pl.col("ns").sum())
     steps = dict(breakdown.group_by("rank").agg(pl.col("step").n_unique()).iter_rows())
-    for (rank,), rows in sums.sort("rank", maintain_order=True).group_by("rank", maintain_order=True):
-        means = rounded(rows["ns"].to_list(), steps[rank])
-        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(rows["part"], means, strict=True)]
+    for rank, rows in groupby(sums.sort("rank", maintain_order=True).iter_rows(), key=itemgetter(0)):
+        _, names, sums_ns = zip(*rows, strict=True)
+        means = rounded(sums_ns, steps[rank])
+        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(names, means, strict=True)]
     return tuple(parts)
 
 

@@ -5,9 +5,7 @@ Each changes a graph: durations of transfers, and what waits for what.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -15,11 +13,11 @@ import polars as pl
 from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_operations import computed, exposed_operations
 from rankscope.analysis.metrics.judged import in_judged_steps
-from rankscope.analysis.replay.device_graph import BETWEEN
-from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
+from rankscope.analysis.replay.graph import Changes, Floats, Ints
+from rankscope.analysis.replay.wiring import NONE, Bools, Edges, Wiring, spread, transfers
 from rankscope.analysis.timeline.build import Timeline
 
-__all__ = ["Pieces", "Wiring", "hidden", "kept_parameters", "operations", "prefetched", "split", "transfers", "wiring"]
+__all__ = ["Pieces", "hidden", "kept_parameters", "operations", "prefetched", "split"]
 
 _GATHER = "allgather"
 _SHARDED = "sharded"
@@ -66,7 +64,7 @@ def operations(timeline: Timeline) -> pl.DataFrame:
         )
         .drop("_since_ns", "_reduces", "_ready")
         .sort("group_id", "began_ns", "instance_id")
-        .with_columns(again=_gathered_again())
+        .with_columns(pl.col("instance_id").cast(pl.Int64), again=_gathered_again())
     )
 
 
@@ -79,94 +77,20 @@ def _gathered_again() -> pl.Expr:
     return late & (late.cum_sum().over(of_size) <= early)
 
 
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """The edges of a graph, and the nodes of its operations by `instance`."""
+def hidden(ops: pl.DataFrame, sort: str, op: str, transfer: Ints, changes: Changes) -> Changes | None:
+    """Hide what is exposed of these operations behind computation, but for the edges, as far as there is any.
 
-    graph: Graph
-    waits: Ints
-    waited_for: Ints
-    transfer: dict[int, int]  # instance -> its transfer
-    enters: dict[tuple[int, int], Ints]  # (instance, rank) -> edges that say when the rank has come
-    done: dict[tuple[int, int], int]  # (instance, rank) -> the node of its end
-    arrives: dict[tuple[int, int], int]  # (instance, rank) -> the node of its arrival, or the transfer if there is none
-    on_devices: bool  # each rank's arrival is a node
-
-    def between(self, node: int, other: int) -> list[int]:
-        """Return the edges by which one waits for the other."""
-        low, high = int(self.graph.first[node]), int(self.graph.first[node + 1])
-        return [edge for edge in range(low, high) if self.waited_for[edge] == other]
-
-
-def transfers(graph: Graph, instances: Ints) -> dict[int, int]:
-    """Return the node of the transfer of each of these instances."""
-    nodes = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instances))
-    return dict(zip(graph.instance[nodes].tolist(), nodes.tolist(), strict=True))
-
-
-def wiring(graph: Graph, instances: Ints) -> Wiring:
-    """Return the entries of these instances."""
-    transfer = transfers(graph, instances)
-    waits = np.repeat(np.arange(len(graph)), np.diff(graph.first))
-    waited_for = graph.before.astype(np.int64)
-    wanted = np.isin(graph.instance, instances)
-    edges = np.flatnonzero(wanted[waits])
-    to, of = waits[edges], waited_for[edges]
-    same = graph.instance[to] == graph.instance[of]
-    done = {_place(graph, node): node for node in to[same & (graph.rank[of] < 0)].tolist()}
-    arrives = {_place(graph, node): node for node in of[same & (graph.rank[to] < 0)].tolist()}
-    is_arrival = np.zeros(len(graph), dtype=bool)
-    is_arrival[list(arrives.values())] = True
-    called = (graph.rank[to] < 0) & (graph.rank[of] >= 0) & (graph.instance[of] < 0)
-    enters: dict[tuple[int, int], list[int]] = {}
-    for edge in edges[called | is_arrival[to]].tolist():
-        node, other = int(waits[edge]), int(waited_for[edge])
-        place = (int(graph.instance[node]), int(graph.rank[other] if graph.rank[node] < 0 else graph.rank[node]))
-        enters.setdefault(place, []).append(edge)
-        arrives.setdefault(place, node)
-    on_devices = any(node != transfer[place[0]] for place, node in arrives.items())
-    entered = {place: np.array(edges_in) for place, edges_in in enters.items()}
-    return Wiring(graph, waits, waited_for, transfer, entered, done, arrives, on_devices)
-
-
-def _place(graph: Graph, node: int) -> tuple[int, int]:
-    return int(graph.instance[node]), int(graph.rank[node])
-
-
-@dataclass(slots=True)
-class _Edges:
-    """Edges that go, and that come."""
-
-    gone: list[int]
-    waits: list[int]
-    waited_for: list[int]
-
-    def tie(self, node: int, other: int) -> None:
-        self.waits.append(node)
-        self.waited_for.append(other)
-
-    def into(self, changes: Changes, duration: Floats) -> Changes:
-        return Changes(
-            duration_ns=duration,
-            gone=np.concatenate([changes.gone, np.array(self.gone, dtype=np.int64)]),
-            waits=np.concatenate([changes.waits, np.array(self.waits, dtype=np.int64)]),
-            waited_for=np.concatenate([changes.waited_for, np.array(self.waited_for, dtype=np.int64)]),
-        )
-
-
-def hidden(ops: pl.DataFrame, sort: str, op: str, transfer: Mapping[int, int], changes: Changes) -> Changes | None:
-    """Hide what is exposed of these operations behind computation, but for the edges, as far as there is any."""
-    chosen = ops.filter(pl.col("sort") == sort, (pl.col("op") == op) | (op == ""), ~pl.col("is_edge"))
-    chosen = chosen.filter(pl.col("exposed_ns") > 0)
+    `transfer` is the node of each operation's transfer, `NONE` where it has none.
+    """
+    chosen = ops.with_columns(_node=transfer).filter(pl.col("sort") == sort, (pl.col("op") == op) | (op == ""))
+    chosen = chosen.filter(~pl.col("is_edge"), pl.col("exposed_ns") > 0)
     if chosen.is_empty():
         return None
     exposed = pl.col("exposed_ns").sum().over("group_id", "step")
     share = (pl.col("computed_ns").fill_null(0) / exposed).clip(0, 1)
-    duration = changes.duration_ns.copy()
-    for instance, ns in chosen.select("instance_id", pl.col("exposed_ns") * share).iter_rows():
-        node = transfer.get(instance)
-        if node is not None:
-            duration[node] = max(duration[node] - ns, 0.0)
+    hides = chosen.select("_node", ns=pl.col("exposed_ns") * share).filter(pl.col("_node") != NONE)
+    node, duration = hides["_node"].to_numpy(), changes.duration_ns.copy()
+    duration[node] = np.maximum(duration[node] - hides["ns"].to_numpy(), 0.0)
     return replace(changes, duration_ns=duration)
 
 
@@ -175,75 +99,86 @@ def prefetched(ops: pl.DataFrame, earlier: int, wired: Wiring, changes: Changes)
 
     It follows the gather before it. What the group did between the two moments comes after it.
     """
-    gathers = ops.filter(pl.col("kind") == _SHARDED, pl.col("op").str.starts_with(_GATHER))
-    edges = _Edges([], [], [])
-    for (group,), of_group in gathers.group_by("group_id", maintain_order=True):
-        moved: dict[int, int] = {}  # instance -> the one whose place it takes
-        for _, of_step in of_group.group_by("step", maintain_order=True):
-            numbers = of_step["instance_id"].to_list()
-            moved |= {numbers[k]: numbers[max(k - earlier, 0)] for k in range(1, len(numbers))}
-        if moved:
-            _move(ops.filter(group_id=group), moved, wired, edges)
-    return edges.into(changes, changes.duration_ns) if edges.waits else None
+    place = ["group_id", "step"]
+    moved = (
+        ops.filter(pl.col("kind") == _SHARDED, pl.col("op").str.starts_with(_GATHER))
+        .select(
+            *("group_id", "instance_id"),
+            source=pl.coalesce(pl.col("instance_id").shift(earlier), pl.col("instance_id").first()).over(place),
+            is_first=pl.int_range(pl.len()).over(place) == 0,
+        )
+        .filter(~pl.col("is_first"))
+    )
+    edges, source = Edges(), moved["source"].to_numpy()
+    sides, of = wired.sides(moved["instance_id"].to_numpy())
+    peers = wired.beside(sides, source[of])
+    both = peers != NONE
+    both[both] = (wired.entries[sides[both]] > 0) & (wired.entries[peers[both]] > 0)
+    sides, peers = sides[both], peers[both]
+    edges.gone.append(wired.came(sides)[0])
+    came, of = wired.came(peers)
+    edges.tie(wired.arrives[sides[of]], wired.waited_for[came])
+    began = ops.select(source="instance_id", placed_ns="began_ns")
+    order = (
+        ops.join(moved.select("instance_id", "source"), on="instance_id", how="left")
+        .with_columns(pl.col("source").fill_null(pl.col("instance_id")), moved=pl.col("source").is_not_null())
+        .filter(pl.col("moved").any().over("group_id"))
+        .join(began, on="source", how="left")
+        .sort("group_id", "placed_ns", "moved", "began_ns", "instance_id")
+    )
+    (_follow if wired.on_devices else _queue)(order, wired, edges)
+    return edges.into(changes, changes.duration_ns) if any(map(len, edges.waits)) else None
 
 
-def _move(ops: pl.DataFrame, moved: dict[int, int], wired: Wiring, edges: _Edges) -> None:
-    start = dict(ops.select("instance_id", "began_ns").iter_rows())
-    ranks = sorted({rank for instance, rank in wired.enters if instance in start})
-    for instance, source in moved.items():
-        for rank in ranks:
-            if (instance, rank) not in wired.enters or (source, rank) not in wired.enters:
-                continue
-            edges.gone += wired.enters[instance, rank].tolist()
-            for other in wired.waited_for[wired.enters[source, rank]].tolist():
-                edges.tie(wired.arrives[instance, rank], other)
-    numbers = ops["instance_id"].to_list()
-    order = sorted(numbers, key=lambda one: (start[moved.get(one, one)], one in moved, start[one]))
-    if wired.on_devices:
-        _follow(order, moved, ranks, wired, edges)
-    else:
-        _queue(order, wired, edges)
+def _follow(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
+    """On each rank a moved operation of a group, and the one after it, come after the one before."""
+    instance, moved = order["instance_id"].to_numpy(), order["moved"].to_numpy()
+    later = 1 + np.flatnonzero(_goes_on(order) & (moved[1:] | moved[:-1]))
+    sides, of = wired.sides(instance[later])
+    before = wired.beside(sides, instance[later[of] - 1])
+    both = (before != NONE) & (wired.arrives[sides] != NONE) & (wired.done[before] != NONE)
+    edges.tie(wired.arrives[sides[both]], wired.done[before[both]])
 
 
-def _follow(order: list[int], moved: dict[int, int], ranks: list[int], wired: Wiring, edges: _Edges) -> None:
-    """On each rank a moved operation, and the one after it, come after the one before."""
-    for earlier, later in pairwise(order):
-        for rank in ranks:
-            node, over = wired.arrives.get((later, rank)), wired.done.get((earlier, rank))
-            if (later in moved or earlier in moved) and node is not None and over is not None:
-                edges.tie(node, over)
-
-
-def _queue(order: list[int], wired: Wiring, edges: _Edges) -> None:
+def _queue(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
     """Transfers of a group one after the other, in this order and no other."""
-    nodes = [wired.transfer[one] for one in order if one in wired.transfer]
-    is_one = np.zeros(len(wired.graph), dtype=bool)
-    is_one[nodes] = True
-    edges.gone += np.flatnonzero(is_one[wired.waits] & is_one[wired.waited_for]).tolist()
-    for earlier, later in pairwise(nodes):
-        edges.tie(later, earlier)
+    order = order.with_columns(_node=transfers(wired.graph, order["instance_id"].to_numpy()))
+    order = order.filter(pl.col("_node") != NONE)
+    node = order["_node"].to_numpy()
+    group = np.full(len(wired.graph), NONE)
+    group[node] = order["group_id"].rank("dense").to_numpy()
+    of = group[wired.waits]
+    edges.gone.append(np.flatnonzero((of != NONE) & (of == group[wired.waited_for])))
+    goes_on = _goes_on(order)
+    edges.tie(node[1:][goes_on], node[:-1][goes_on])
+
+
+def _goes_on(order: pl.DataFrame) -> Bools:
+    """Say whether each operation but the first is of the same group as the one before."""
+    group = order["group_id"].rank("dense").to_numpy()
+    return np.asarray(group[1:] == group[:-1])
 
 
 def kept_parameters(ops: pl.DataFrame, wired: Wiring, changes: Changes) -> Changes | None:
     """Parameters stay gathered after forward: backward neither gathers them again nor waits for that."""
-    again = ops.filter("again")["instance_id"].to_list()
-    if not again:
+    again = ops.filter("again")["instance_id"].to_numpy()
+    if not len(again):
         return None
-    duration, edges = changes.duration_ns.copy(), _Edges([], [], [])
-    spared = set(again)
-    for place, over in wired.done.items():
-        if place[0] not in spared:
-            continue
-        transfer = wired.transfer[place[0]]
-        edges.gone += wired.between(over, transfer)
-        came = wired.waited_for[wired.enters[place]].tolist() if not wired.on_devices else [wired.arrives[place]]
-        for other in came:
-            edges.tie(over, other)
-        duration[[over, transfer]] = 0.0
-    for _, of_group in (
-        [] if wired.on_devices else ops.filter(pl.col("again").any().over("group_id")).group_by("group_id")
-    ):
-        _queue([one for one in of_group["instance_id"].to_list() if one not in spared], wired, edges)
+    duration, edges = changes.duration_ns.copy(), Edges()
+    sides, of = wired.sides(again)
+    of, sides = of[wired.done[sides] != NONE], sides[wired.done[sides] != NONE]
+    over, transfer = wired.done[sides], transfers(wired.graph, again)[of]
+    goal = np.full(len(wired.graph), NONE)
+    goal[over] = transfer
+    edges.gone.append(np.flatnonzero(goal[wired.waits] == wired.waited_for))
+    duration[over] = duration[transfer] = 0.0
+    if wired.on_devices:
+        arrives = wired.arrives[sides]
+        edges.tie(over[arrives != NONE], arrives[arrives != NONE])
+    else:
+        came, of = wired.came(sides)
+        edges.tie(over[of], wired.waited_for[came])
+        _queue(ops.filter(pl.col("again").any().over("group_id")).filter(~pl.col("again")), wired, edges)
     return edges.into(changes, duration)
 
 
@@ -255,46 +190,40 @@ class Pieces:
     ready when its last is, else one after the other since the bucket before was.
     """
 
-    bucket: list[int]
-    before: list[int]
-    parts: list[int]
-    share: list[float]
+    bucket: Ints  # instances
+    before: Ints
+    parts: Ints  # two at least
+    share: Floats
     at_end: bool
 
 
 def split(pieces: Pieces, wired: Wiring, changes: Changes, ends: Floats) -> Changes:
     """Each part is reduced when its gradients are ready on all ranks, and the part before has been; `ends` of nodes."""
-    edges = _Edges([], [], [])
+    edges = Edges()
     duration = changes.duration_ns.copy()
-    more: list[float] = []
-    ranks = sorted({rank for _, rank in wired.enters})
-    for bucket, before, parts, share in zip(pieces.bucket, pieces.before, pieces.parts, pieces.share, strict=True):
-        node, earlier = wired.transfer[bucket], wired.transfer[before]
-        duration[node] *= share
-        for part in range(1, parts):
-            number = len(duration) + len(more)
-            more.append(duration[node])
-            edges.tie(number, earlier)
-            for rank in ranks:
-                since, until = _ready(wired, (before, rank)), _ready(wired, (bucket, rank))
-                if not since or not until:
-                    continue
-                spent = max(ends[until]) - max(ends[since])
-                more.append(max(spent, 0.0) * (1.0 if pieces.at_end else part / parts))
-                for other in since:
-                    edges.tie(len(duration) + len(more) - 1, other)
-                edges.tie(number, len(duration) + len(more) - 1)
-            earlier = number
-        edges.tie(node, earlier)
-    return edges.into(changes, np.concatenate([duration, more]))
-
-
-def _ready(wired: Wiring, place: tuple[int, int]) -> list[int]:
-    """Return the nodes whose ends made the operation's data ready, without communication."""
-    graph = wired.graph
-    found: list[int] = []
-    for node in wired.waited_for[wired.enters[place]].tolist() if place in wired.enters else ():
-        pauses = graph.labels[graph.label[node]] == BETWEEN
-        before = wired.waited_for[graph.first[node] : graph.first[node + 1]].tolist() if pauses else [node]
-        found += [one for one in before if graph.instance[one] < 0]
-    return found
+    node, earlier = (transfers(wired.graph, of) for of in (pieces.bucket, pieces.before))
+    duration[node] *= pieces.share
+    # All parts of a bucket but the last are new nodes, numbered from `first` on.
+    count = pieces.parts - 1
+    first = len(duration) + np.cumsum(count) - count
+    part, of = spread(first, count)
+    number = 1 + part - first[of]
+    edges.tie(part, np.where(number == 1, earlier[of], part - 1))
+    edges.tie(node, first + count - 1)
+    # So is the time until a part's gradients are ready on a rank.
+    ready, side_of = wired.ready
+    first_ready = np.searchsorted(side_of, np.arange(len(wired.key) + 1))
+    sides, of_bucket = wired.sides(pieces.bucket)
+    since = wired.beside(sides, pieces.before[of_bucket])
+    known = (since != NONE) & (np.diff(first_ready)[sides] > 0)
+    known[known] = np.diff(first_ready)[since[known]] > 0
+    sides, since, of_bucket = sides[known], since[known], of_bucket[known]
+    latest = np.maximum.reduceat(np.append(ends[ready], 0.0), first_ready[:-1])
+    spent = np.maximum(latest[sides] - latest[since], 0.0)
+    gets, at = spread(first[of_bucket], count[of_bucket])
+    share = 1.0 if pieces.at_end else (1 + gets - first[of_bucket][at]) / pieces.parts[of_bucket][at]
+    wait = first[-1] + count[-1] + np.arange(len(gets))
+    edges.tie(gets, wait)
+    begins, of_wait = spread(first_ready[since[at]], np.diff(first_ready)[since[at]])
+    edges.tie(wait[of_wait], ready[begins])
+    return edges.into(changes, np.concatenate([duration, duration[node][of], spent[at] * share]))

@@ -11,24 +11,21 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.bandwidth import fit_line
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.links import busy_time, link_rates
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.replay.communication import (
     Pieces,
-    Wiring,
     hidden,
     kept_parameters,
     operations,
     prefetched,
     split,
-    transfers,
-    wiring,
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
 from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix
+from rankscope.analysis.replay.gradient_buckets import gradient_buckets, latency_and_rate, merged_buckets
 from rankscope.analysis.replay.graph import Changes, Floats, Ints, Shorts, operations_before, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, before_steps, fidelity, graph_of, step_lengths
@@ -42,6 +39,7 @@ from rankscope.analysis.replay.pipeline import (
 )
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
 from rankscope.analysis.replay.protocol import Gain
+from rankscope.analysis.replay.wiring import NONE, Wiring, transfers, wiring
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
@@ -53,7 +51,6 @@ __all__ = ["MAX_ERROR", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
-_FIRST_BUCKET_BYTES = 1.1 * 2**20  # DDP keeps its first bucket below 1 MiB, whatever the others are
 
 Bools = NDArray[np.bool_]
 
@@ -95,8 +92,18 @@ class Rerun:
         least_ns = self._saved(fixes, at_end=True)
         return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
 
-    def _saved(self, fixes: Sequence[str], *, at_end: bool = False) -> Floats:
+    def _saved(self, fixes: tuple[str, ...], *, at_end: bool = False) -> Floats:
         """Return the gain in each step; `at_end`: the gradients of a bucket are all ready when its last is."""
+        known = self._known_gains.get((fixes, at_end))
+        if known is None:
+            known = self._known_gains[fixes, at_end] = self._replayed_gain(fixes, at_end=at_end)
+        return known
+
+    @cached_property
+    def _known_gains(self) -> dict[tuple[tuple[str, ...], bool], Floats]:
+        return {}
+
+    def _replayed_gain(self, fixes: tuple[str, ...], *, at_end: bool) -> Floats:
         graph, duration = self.host.graph, self.host.graph.duration_ns
         parsed = [Fix.parse(fix) for fix in fixes]
         waiting = [fix for fix in parsed if fix.kind in SCHEDULES or self._pieces(fix)]
@@ -145,7 +152,7 @@ class Rerun:
         try:
             if fix.kind not in SCHEDULES and not self._pieces(fix):
                 return self._larger_buckets(fix, self.host.graph.duration_ns) is not None
-            self._saved([str(fix)])
+            self._saved((str(fix),))
         except BadFix:
             return False
         return True
@@ -170,7 +177,7 @@ class Rerun:
     # ---- when communication happens
 
     @cached_property
-    def _transfers(self) -> dict[int, int]:
+    def _transfers(self) -> Ints:
         return transfers(self.host.graph, self.operations["instance_id"].to_numpy())
 
     @cached_property
@@ -205,28 +212,26 @@ class Rerun:
             return None
         cap = fix.amount * 2**20
         of = ["group_id", "step"]
-        merged = _merged(self.buckets, cap)
-        known = pl.col("_before").is_not_null() & pl.col("instance_id").is_in(list(self._transfers))
+        merged = merged_buckets(self.buckets, cap)
+        seen = self.operations["instance_id"].to_numpy()[self._transfers != NONE]
         large = self.buckets.with_columns(_before=pl.col("instance_id").shift(1).over(of)).filter(
-            pl.col("size_bytes") > cap, known
+            pl.col("size_bytes") > cap,
+            pl.col("_before").is_not_null(),
+            pl.Series(np.isin(self.buckets["instance_id"].to_numpy(), seen)),
         )
         if len(np.unique(merged)) < len(merged) or large.is_empty():
             return None
         size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
-        latency_ns, ns_per_byte = _latency_and_rate(size, self.host.graph.duration_ns[self._bucket_nodes()])
-        sizes = large["size_bytes"].to_list()
-        parts = [math.ceil(one / cap) for one in sizes]
-        share = [
-            (latency_ns + ns_per_byte * one / n) / (latency_ns + ns_per_byte * one)
-            for one, n in zip(sizes, parts, strict=True)
-        ]
-        return Pieces(large["instance_id"].to_list(), large["_before"].to_list(), parts, share, at_end=False)
+        latency_ns, ns_per_byte = latency_and_rate(size, self.host.graph.duration_ns[self._bucket_nodes()])
+        sizes = large["size_bytes"].to_numpy().astype(np.float64)
+        parts = np.ceil(sizes / cap).astype(np.int64)
+        share = (latency_ns + ns_per_byte * sizes / parts) / (latency_ns + ns_per_byte * sizes)
+        bucket, before = (large[name].cast(pl.Int64).to_numpy() for name in ("instance_id", "_before"))
+        return Pieces(bucket, before, parts, share, at_end=False)
 
     def _bucket_nodes(self) -> Ints:
         """Return the transfer of each bucket."""
-        graph, instance = self.host.graph, self.buckets["instance_id"].to_numpy()
-        transfers = np.flatnonzero((graph.rank < 0) & np.isin(graph.instance, instance))
-        return transfers[np.argsort(graph.instance[transfers])][np.searchsorted(np.sort(instance), instance)]
+        return transfers(self.host.graph, self.buckets["instance_id"].to_numpy())
 
     # ---- whose own time is too long
 
@@ -365,11 +370,11 @@ class Rerun:
         if fix.amount is None or self._buckets_per_step() <= 1:
             return None
         size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
-        merged = _merged(self.buckets, fix.amount * 2**20)
+        merged = merged_buckets(self.buckets, fix.amount * 2**20)
         if len(np.unique(merged)) == len(merged):
             raise BadFix(f"no two of the recorded buckets fit into {fix.of} MiB, and none but a first one is larger")
         node = self._bucket_nodes()
-        latency_ns, ns_per_byte = _latency_and_rate(size, duration[node])
+        latency_ns, ns_per_byte = latency_and_rate(size, duration[node])
         last = np.concatenate([merged[1:] != merged[:-1], [True]])
         alone = np.bincount(merged)[merged] == 1
         changed: Floats = duration.copy()
@@ -522,6 +527,7 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
     nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
     stages = roles(timeline.groups, timeline.regions, timeline.collectives)
     held = timeline.ops.select("rank", "stage").unique()
+    buckets = gradient_buckets(timeline)
     return Rerun(
         host=host,
         fidelity=fidelity(host),
@@ -529,62 +535,13 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         role=role_codes(stages, sorted(nodes)),
         stages=dict(held.filter(pl.len().over("rank") == 1).iter_rows()),
         links=links,
-        buckets=_gradient_buckets(timeline),
+        buckets=buckets.filter(transfers(host.graph, buckets["instance_id"].to_numpy()) != NONE),
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
         section=operations_before(host.graph),
         earlier=before_steps(host),
         operations=operations(timeline),
     )
-
-
-def _gradient_buckets(timeline: Timeline) -> pl.DataFrame:
-    """Return the asynchronous all-reduces that are matched and were called in backward: DDP's.
-
-    Where torch did not say which are, these are the ones that went on when their call was over.
-    """
-    backward = timeline.regions.filter(pl.col("kind") == "backward", pl.col("thread") == 0)
-    backward = backward.select("rank", backward_ns="start_ns", returned_ns="end_ns").sort("backward_ns")
-    return (
-        timeline.collectives.filter(
-            pl.col("op") == "allreduce",
-            pl.col("is_async").fill_null(pl.col("end_ns") > pl.col("issued_ns")),
-            pl.col("instance_id").is_not_null(),
-            pl.col("end_ns").is_not_null(),
-            pl.col("size_bytes") > 0,
-        )
-        .sort("start_ns")
-        .join_asof(backward, left_on="start_ns", right_on="backward_ns", by="rank", check_sortedness=False)
-        .filter(pl.col("start_ns") < pl.col("returned_ns"), pl.col("step").is_not_null())
-        .group_by("instance_id")
-        .agg(pl.col("group_id", "step", "size_bytes", "start_ns").first())
-        .sort("group_id", "step", "start_ns")
-        .select("group_id", "step", "instance_id", "size_bytes")
-    )
-
-
-def _merged(buckets: pl.DataFrame, cap_bytes: float) -> Ints:
-    """Return the number of the bucket into which each one goes, in order: as many as fit, of one step and group."""
-    number, filled, alone, place, numbers = -1, 0.0, False, None, []
-    for group, step, size in buckets.select("group_id", "step", "size_bytes").iter_rows():
-        first = (group, step) != place
-        if first or alone or filled + size > cap_bytes:
-            number, filled = number + 1, 0.0
-        alone = first and size <= _FIRST_BUCKET_BYTES
-        filled, place = filled + size, (group, step)
-        numbers.append(number)
-    return np.array(numbers, dtype=np.int64)
-
-
-def _latency_and_rate(size: Floats, ns: Floats) -> tuple[float, float]:
-    """α and 1 / B of α + S / B. Raises `BadFix` where the sizes hardly differ.
-
-    Source: the bucket model of DDP, Li et al. 2020.
-    """
-    line = fit_line(size, ns)
-    if line is None:
-        raise BadFix("all buckets have about the same size, so their latency is unknown")
-    return line.latency_ns, line.ns_per_byte
 
 
 def _gain(fixes: tuple[str, ...], step_ns: float, saved_ns: Floats, fidelity: Fidelity) -> Gain:
