@@ -36,7 +36,7 @@ __all__ = ["summarize", "with_whole_run"]
 _NAME = "stretches"
 _BYTES = 1_500_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.6  # of that, at most: the share that a stretch takes
-_CPU_S_PER_BYTE = 3e-9  # that it is analyzed in, about
+_CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 
 
 def with_whole_run(

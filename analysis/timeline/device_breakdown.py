@@ -103,6 +103,8 @@ def device_phases(
 
     Source: HTA's idle time breakdown for the rule on the launch.
     """
+    if steps.is_empty():
+        return as_phases([], [])
     regions = regions.filter(pl.col("end_ns") > pl.col("start_ns"))
     regions = regions.sort("rank", "start_ns", "end_ns", descending=[False, False, True])
     on_device = pl.col("device_start_ns").is_not_null() & pl.col("end_ns").is_not_null()
