@@ -204,7 +204,7 @@ class StoredRows:
             pl.Series(by, [getattr(part, by) for part, _ in parts], pl.Int32).gather(of_part)
             for by in _WRITTEN_BY[TABLES[name].partition]
         )
-        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts])))
+        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts]).combine_chunks()))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
         frame = frame.select(*owners, *(pl.col(c.name).cast(POLARS[c.type]) for c in columns))
         needed = [] if self.imports else [c.name for c in columns if not c.nullable]
