@@ -33,7 +33,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
-from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimate
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimates
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import plural, text
@@ -88,7 +88,7 @@ def _found(
             for rows in sets
         ]
         return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
-    means = [_seen(row) for row in waited]
+    means = _each_seen(waited)
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
     if not stalled:
         return []
@@ -133,14 +133,19 @@ def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regi
 
 
 def _seen(stall: Floats, trim: float = 0.0) -> Estimate:
-    """Estimate what was waited per step. A step shows its own wait for certain, and that of others at best by half.
+    return _each_seen(stall[np.newaxis], trim)[0]
+
+
+def _each_seen(stalls: Floats, trim: float = 0.0) -> list[Estimate]:
+    """Estimate what each row waited per step: it shows its own wait for certain, that of others at best by half.
 
     Of few steps the median counts, of two the lower one: what happens once is no property of a step.
     """
-    if len(stall) >= ENOUGH_STEPS:
-        return estimate(stall, trim)
-    usual = max(float(np.sort(stall)[(len(stall) - 1) // 2]), 0.0)
-    return Estimate(usual, _ONE_STEP * usual / len(stall) ** 0.5)
+    steps = stalls.shape[1]
+    if steps >= ENOUGH_STEPS:
+        return [Estimate(*one) for one in zip(*(of.tolist() for of in estimates(stalls, trim)), strict=True)]
+    usual = np.maximum(np.sort(stalls, axis=1)[:, (steps - 1) // 2], 0.0)
+    return [Estimate(ns, _ONE_STEP * ns / steps**0.5) for ns in usual.tolist()]
 
 
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
@@ -157,7 +162,7 @@ def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
 
     Whole nodes, else about as long.
     """
-    means = [_seen(row) for row in excess]
+    means = _each_seen(excess)
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
     # A slow disk delays the ranks of its node unequally: after the longest wait more batches are ready next time.
     sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
@@ -177,7 +182,9 @@ def _longest(excess: Floats) -> Floats:
 def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.03) -> int:
     """Return the smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
-    return visible(grid, max(min_fraction * grid.step_ns, *(_seen(row).half_width_ns for row in grid.of("input"))))
+    return visible(
+        grid, max(min_fraction * grid.step_ns, *(mean.half_width_ns for mean in _each_seen(grid.of("input"))))
+    )
 
 
 def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,10 +52,16 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
     own = sorted(set(nodes))
     peers = clocks.filter(pl.col("node").is_in(own), pl.col("peer") != NO_PEER)["peer"]
     reference = min(peers.mode().to_list() or own, default=0)
-    of = clocks.partition_by("node", as_dict=True)
-    rows = {node: of.get((node,), clocks.clear()) for node in {reference, *own}}
-    anchors = {node: _unix_minus_monotonic(rows[node]) for node in rows}
-    return [_fit_node(rows[node], node, reference, anchors) for node in own]
+    # Thousands of nodes: what can be done once is not done for each.
+    pings, anchors = (
+        rows.partition_by("node", as_dict=True)
+        for rows in (clocks.filter(peer=reference).sort("t1_ns"), clocks.filter(peer=NO_PEER))
+    )
+
+    def unix_minus_monotonic(node: int) -> int | None:
+        return _unix_minus_monotonic(anchors.get((node,), clocks.clear()))
+
+    return [_fit_node(pings.get((node,), clocks.clear()), node, reference, unix_minus_monotonic) for node in own]
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
@@ -108,14 +114,14 @@ def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
     return joined.with_columns(shifted(c) for c in times).drop("_offset", "_drift", "_at")
 
 
-def _fit_node(clocks: pl.DataFrame, node: int, reference: int, anchors: dict[int, int | None]) -> Clock:
+def _fit_node(pings: pl.DataFrame, node: int, reference: int, anchor: Callable[[int], int | None]) -> Clock:
+    """Return a node's clock by its pings of the reference, in order, else by what its unix time is ahead of it."""
     if node == reference:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")
-    pings = clocks.filter(peer=reference).sort("t1_ns")
     bursts = _good_bursts(pings)
     if bursts is not None:
         return _fit_bursts(node, bursts)
-    own, other = anchors[node], anchors[reference]
+    own, other = anchor(node), anchor(reference)
     if own is None or other is None:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=None, source="none")
     return Clock(node=node, offset_ns=own - other, drift_ppm=0.0, error_ns=None, source="unix time")
@@ -156,9 +162,8 @@ def _fit_bursts(node: int, bursts: _Bursts) -> Clock:
     )
 
 
-def _unix_minus_monotonic(clocks: pl.DataFrame) -> int | None:
+def _unix_minus_monotonic(anchors: pl.DataFrame) -> int | None:
     """Median over the anchors of one node, since unix time may jump; None without anchors."""
-    anchors = clocks.filter(peer=NO_PEER)
     between = anchors["t2_ns"] - (anchors["t1_ns"] + (anchors["t4_ns"] - anchors["t1_ns"]) // 2)
     return int(between.sort()[len(between) // 2]) if len(between) else None
 
