@@ -14,7 +14,7 @@ from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_operations import computed, exposed_operations
 from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.replay.graph import Changes, Floats, Ints
-from rankscope.analysis.replay.wiring import NONE, Bools, Edges, Wiring, spread, transfers
+from rankscope.analysis.replay.wiring import NONE, Edges, Wiring, spread, transfers
 from rankscope.analysis.timeline.build import Timeline
 
 __all__ = ["Pieces", "hidden", "kept_parameters", "operations", "prefetched", "split"]
@@ -133,7 +133,8 @@ def prefetched(ops: pl.DataFrame, earlier: int, wired: Wiring, changes: Changes)
 def _follow(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
     """On each rank a moved operation of a group, and the one after it, come after the one before."""
     instance, moved = order["instance_id"].to_numpy(), order["moved"].to_numpy()
-    later = 1 + np.flatnonzero(_goes_on(order) & (moved[1:] | moved[:-1]))
+    group = order["group_id"].rank("dense").to_numpy()
+    later = 1 + np.flatnonzero((group[1:] == group[:-1]) & (moved[1:] | moved[:-1]))
     sides, of = wired.sides(instance[later])
     before = wired.beside(sides, instance[later[of] - 1])
     both = (before != NONE) & (wired.arrives[sides] != NONE) & (wired.done[before] != NONE)
@@ -142,21 +143,13 @@ def _follow(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
 
 def _queue(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
     """Transfers of a group one after the other, in this order and no other."""
-    order = order.with_columns(_node=transfers(wired.graph, order["instance_id"].to_numpy()))
-    order = order.filter(pl.col("_node") != NONE)
-    node = order["_node"].to_numpy()
-    group = np.full(len(wired.graph), NONE)
-    group[node] = order["group_id"].rank("dense").to_numpy()
-    of = group[wired.waits]
-    edges.gone.append(np.flatnonzero((of != NONE) & (of == group[wired.waited_for])))
-    goes_on = _goes_on(order)
+    node = transfers(wired.graph, order["instance_id"].to_numpy())
+    node, group = node[node != NONE], order["group_id"].rank("dense").to_numpy()[node != NONE]
+    of = np.full(len(wired.graph), NONE)
+    of[node] = group
+    edges.gone.append(np.flatnonzero((of[wired.waits] != NONE) & (of[wired.waits] == of[wired.waited_for])))
+    goes_on = group[1:] == group[:-1]
     edges.tie(node[1:][goes_on], node[:-1][goes_on])
-
-
-def _goes_on(order: pl.DataFrame) -> Bools:
-    """Say whether each operation but the first is of the same group as the one before."""
-    group = order["group_id"].rank("dense").to_numpy()
-    return np.asarray(group[1:] == group[:-1])
 
 
 def kept_parameters(ops: pl.DataFrame, wired: Wiring, changes: Changes) -> Changes | None:

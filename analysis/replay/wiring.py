@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.analysis.replay.device_graph import BETWEEN
 from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
@@ -17,8 +16,6 @@ from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
 __all__ = ["NONE", "Edges", "Wiring", "spread", "transfers", "wiring"]
 
 NONE = -1
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)

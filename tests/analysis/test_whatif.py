@@ -282,6 +282,29 @@ def test_smaller_buckets_begin_while_the_rest_of_their_gradients_is_computed(tmp
     assert gain.uncertainty_ns / MS == pytest.approx((8 + 2) / 2, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("fix", "saved_ms"),
+    [
+        ("reshard:off", 10),  # the second gather is spared
+        ("prefetch:1", 5),  # it follows the first one and ends at 20, when forward has computed for 5 ms
+    ],
+)
+def test_parameters_that_are_gathered_again_in_backward(tmp_path, fix, saved_ms):
+    """Two ranks gather what they compute with next, 10 ms each: at 0 for a forward of 5 ms, at 15 for backward."""
+    rows = []
+    for step, begin in enumerate(range(0, 100 * STEPS, 100)):
+        gathers = (2 * step, begin, begin + 10), (2 * step + 1, begin + 15, begin + 25)
+        rows += [*gathers, *(("wait", start, end) for _, start, end in gathers)]
+        rows += [("forward", begin, begin + 15), ("backward", begin + 15, begin + 90)]
+        rows += [("optimizer", begin + 90, begin + 100)]
+    (tmp_path / "run").mkdir()
+    said = {"schema_version": SCHEMA_VERSION, "node": 0, "state": "closed", "launch": {}}
+    (tmp_path / "run/node=00000.json").write_text(json.dumps(said))
+    for rank in range(2):
+        write(tmp_path, rank, rows, world_size=2, node=0, op="allgather_base")
+    assert run_of(tmp_path).gain(fix).gain_ns / MS == pytest.approx(saved_ms, abs=1e-6)
+
+
 def test_wait_whose_operation_was_stamped_late_still_ends_with_it(tmp_path):
     """Two of three buckets end while rank 0 waits; the third, 3 ms after the wait is over, is what it waited for."""
     gain = run_of(three_buckets(tmp_path, slower=30, stamped_late=3)).gain("rank:1")

@@ -58,7 +58,8 @@ def record(folder, before, after=0, *, transfer=10, gc=None, late=None, forgets=
     return folder
 
 
-def write(folder, rank, rows, *, world_size, node, local_rank=0, is_async=True):
+def write(folder, rank, rows, *, world_size, node, local_rank=0, is_async=True, op="allreduce"):
+    """A rank's regions, by kind, and operations, by number: (which, start, end[, bytes]), ms."""
     part = Partition(RunFolder(folder), f"rank={rank:05}", "a0-")
     part.add_row("ranks", RANK | {"world_size": world_size, "node": node, "local_rank": local_rank})
     members = f"0-{world_size - 1}"
@@ -73,9 +74,9 @@ def write(folder, rank, rows, *, world_size, node, local_rank=0, is_async=True):
             kind = {"kind": REGION_KINDS.index(what), "name_id": names.index(what), "thread": 0}
             part.add_row("regions", span | kind | {"microbatch": None, "stage": None})
             continue
-        op = {"issued_ns": start * MS, "group_id": 7, "seq": what, "op": OPS.index("allreduce"), "dtype": 2}
-        op |= {"device_start_ns": None, "is_async": is_async, "peer": -1, "tag": 0, "thread": 0}
-        op |= {"size_bytes": size[0] if size else 4096}
-        part.add_row("collectives", span | op | {"number": what + 1})
+        call = {"issued_ns": start * MS, "group_id": 7, "seq": what, "op": OPS.index(op), "dtype": 2}
+        call |= {"device_start_ns": None, "is_async": is_async, "peer": -1, "tag": 0, "thread": 0}
+        call |= {"size_bytes": size[0] if size else 4096}
+        part.add_row("collectives", span | call | {"number": what + 1})
     part.flush()
     part.close()
