@@ -11,7 +11,7 @@ from functools import cache
 
 import polars as pl
 
-from rankscope.analysis.detectors import detectors
+from rankscope.analysis.detectors import detectors, spec_of
 from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
@@ -79,7 +79,8 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
     measured, healthy, not_checked = ask(detectors(), tables, said, reasons)
     found, hidden = as_replayed(measured, measure)
     healthy = with_hidden(healthy, hidden, found, not_checked)
-    findings, fidelity = with_gains(tuple(found), measure) if replays or len(found) > 1 else (tuple(found), None)
+    replays = replays or len(found) > 1 or any(spec_of(one.detector).cost != "measured" for one in found)
+    findings, fidelity = with_gains(tuple(found), measure) if replays else (tuple(found), None)
     fixes = cache(lambda: predicted_fixes(measure(), findings, costs(), fidelity))
     blamed = blamed_by_replay(lambda: fixes()[0], findings, tables)
     all_found = findings if blamed is None else (*findings, blamed)

@@ -9,6 +9,7 @@ import pytest
 from rankscope.analysis.diagnosis import stretches
 from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
 from rankscope.analysis.diagnosis.kept_values import FOLDER, kept
+from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
 from rankscope.analysis.readers import workers
@@ -55,6 +56,14 @@ def test_what_costs_over_the_whole_run_is_added_up(recorded, report):
     assert found.lost_ns_total == sum(lost)
     time_ns = sum(part.steps.count * part.steps.mean_ns for part in parts)
     assert found.lost_fraction == pytest.approx(sum(lost) / time_ns, rel=1e-9)
+
+
+def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded):
+    """What a slow rank costs is no more than fixing it brings: that confirms it, as in a report on these steps."""
+    (found,) = summarize((str(recorded),), "", 0, 29, ReportOptions()).findings
+    (reported,) = diagnose(Trace.open(recorded / "steps=0-29")).findings
+    assert (found.detector, found.confidence, reported.confidence) == ("slow_rank", "confirmed", "confirmed")
+    assert found.lost_ns_total == reported.lost_ns_total
 
 
 def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summaries):
