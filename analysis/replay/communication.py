@@ -13,8 +13,8 @@ import polars as pl
 from rankscope.analysis.metrics.backward import last_backwards
 from rankscope.analysis.metrics.exposed_operations import computed, exposed_operations
 from rankscope.analysis.metrics.judged import in_judged_steps
-from rankscope.analysis.replay.graph import Changes, Floats, Ints
-from rankscope.analysis.replay.wiring import NONE, Edges, Wiring, spread, transfers
+from rankscope.analysis.replay.graph import Changes, Floats, Ints, spread
+from rankscope.analysis.replay.wiring import NONE, Edges, Wiring, transfers
 from rankscope.analysis.timeline.build import Timeline
 
 __all__ = ["Pieces", "hidden", "kept_parameters", "operations", "prefetched", "split"]

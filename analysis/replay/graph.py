@@ -28,6 +28,7 @@ __all__ = [
     "replay",
     "replay_in_python",
     "replay_with",
+    "spread",
 ]
 
 _AT_ONCE = 1 << 17  # nodes, so that what is made of them takes little memory
@@ -71,6 +72,11 @@ class Graph(Nodes):
     first: Shorts  # one more than there are nodes
     before: Shorts
 
+    @property
+    def waits(self) -> Ints:
+        """The node that waits, for each of `before`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.first))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
@@ -100,7 +106,7 @@ def replay_with(graph: Graph, changes: Changes) -> Floats:
     n = len(changes.duration_ns)
     kept = np.ones(len(graph.before), dtype=bool)
     kept[changes.gone] = False
-    waits = np.concatenate([np.repeat(np.arange(len(graph)), np.diff(graph.first))[kept], changes.waits])
+    waits = np.concatenate([graph.waits[kept], changes.waits])
     waited_for = np.concatenate([graph.before[kept], changes.waited_for])
     order = _in_order(n, waits, waited_for)
     number = np.empty(n, dtype=np.int32)
@@ -235,6 +241,13 @@ def _topological(first: Shorts, before: Shorts) -> Shorts:
             if not waiting[follower]:
                 ready.append(follower)
     return np.array(ready, dtype=np.int32)
+
+
+def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
+    """Return the numbers `first[i]` to `first[i] + count[i] - 1` one after the other, and the `i` of each."""
+    of = np.repeat(np.arange(len(first)), count)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
+    return np.asarray(first)[of] + within, of
 
 
 def _at(array: NDArray[np.generic]) -> int:

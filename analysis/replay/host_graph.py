@@ -14,11 +14,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.distinct import among
+from rankscope.analysis.metrics.distinct import among, distinct_in_order
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
@@ -201,8 +201,7 @@ def _check_clocks(timeline: Timeline) -> None:
 def _chains(phases: pl.DataFrame, keys: RankKeys, arrivals: Ints) -> _Chains:
     """Return the phases, cut at arrivals, those in which a rank is blocked joined between them."""
     low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
-    at = np.sort(np.concatenate([low, high, arrivals]))  # np.unique hashes, which is slower than this
-    at = at[np.concatenate([[True], at[1:] != at[:-1]])]
+    at = distinct_in_order(np.concatenate([low, high, arrivals]))
     phase = np.searchsorted(low, at[:-1], side="right") - 1
     place = keys.place(phases)
     start, end = at[:-1], at[1:]
@@ -379,9 +378,8 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
     low = np.searchsorted(by_end, chains.start[spans], side="right")
     high = np.searchsorted(by_end, chains.end[spans], side="right")
     count = high - low
-    pair_span = np.repeat(spans, count)
-    within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    pair_row = order[np.repeat(low, count) + within]
+    at, of = spread(low, count)
+    pair_span, pair_row = spans[of], order[at]
 
     after = np.append(by_end, np.iinfo(np.int64).max)[high] - chains.end[spans]
     before = chains.end[spans] - np.where(count > 0, np.append(by_end, 0)[high - 1], np.iinfo(np.int64).min // 2)

@@ -10,10 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
+from rankscope.analysis.metrics.distinct import distinct_in_order
 from rankscope.analysis.replay.device_graph import BETWEEN
-from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints
+from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, spread
 
-__all__ = ["NONE", "Edges", "Wiring", "spread", "transfers", "wiring"]
+__all__ = ["NONE", "Edges", "Wiring", "transfers", "wiring"]
 
 NONE = -1
 
@@ -70,13 +71,6 @@ class Wiring:
         return nodes[own][order], sides[own][order]
 
 
-def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
-    """Return the numbers `first[i]` to `first[i] + count[i] - 1` one after the other, and the `i` of each."""
-    of = np.repeat(np.arange(len(first)), count)
-    within = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
-    return np.asarray(first)[of] + within, of
-
-
 def transfers(graph: Graph, instances: Ints) -> Ints:
     """Return the node of the transfer of each of these instances, `NONE` of those that are not in the graph."""
     nodes = np.flatnonzero((graph.rank < 0) & (graph.instance >= 0))
@@ -87,8 +81,7 @@ def transfers(graph: Graph, instances: Ints) -> Ints:
 
 def wiring(graph: Graph, instances: Ints) -> Wiring:
     """Return the sides of these instances."""
-    waits = np.repeat(np.arange(len(graph)), np.diff(graph.first))
-    waited_for = graph.before.astype(np.int64)
+    waits, waited_for = graph.waits, graph.before.astype(np.int64)
     edges = np.flatnonzero(np.isin(graph.instance, instances)[waits])
     to, of = waits[edges], waited_for[edges]
     same = graph.instance[to] == graph.instance[of]
@@ -102,8 +95,7 @@ def wiring(graph: Graph, instances: Ints) -> Wiring:
     ranks = int(graph.rank.max(initial=0)) + 1
     key_of_end, key_of_arrival = (graph.instance[nodes] * ranks + graph.rank[nodes] for nodes in (ends, arrivals))
     key_of_entry = graph.instance[node] * ranks + np.where(graph.rank[node] < 0, graph.rank[other], graph.rank[node])
-    key = np.sort(np.concatenate([key_of_end, key_of_arrival, key_of_entry]))  # np.unique hashes, which is slower
-    key = key[np.diff(key, prepend=NONE) != 0]
+    key = distinct_in_order(np.concatenate([key_of_end, key_of_arrival, key_of_entry]))
     done, arrives = np.full(len(key), NONE), np.full(len(key), NONE)
     done[np.searchsorted(key, key_of_end)] = ends
     side = np.searchsorted(key, key_of_entry)
