@@ -21,6 +21,7 @@ from rankscope.errors import BadFix, NotReplayable
 __all__ = ["TriedFix", "fixes", "gain", "path", "replayable"]
 
 _PATIENCE_S = 4.0  # for trying single fixes; those that findings name come first
+_MANY = ("node", "stage", "link")
 _OF_ONE = {
     "rank": text("rank {number} as fast as the others"),
     "node": text("node {number} as fast as the others"),
@@ -105,7 +106,8 @@ def _keys(run: Run, ready: Replay) -> Iterator[str]:
         yield from (str(Fix.numbered("rank", rank)) for rank in finding.ranks)
         yield from (str(Fix.numbered("node", node)) for node in finding.nodes)
     possible = ready.possible()
-    yield from (key for key in possible if not _is_any_rank(key))
+    # Of a wide run's nodes there are more than can be tried.
+    yield from sorted((key for key in possible if not _is_any_rank(key)), key=lambda key: Fix.parse(key).kind in _MANY)
     if any(map(_is_any_rank, possible)):
         yield from (str(Fix.numbered("rank", rank)) for rank in sorted(ready.places("rank")))
 
