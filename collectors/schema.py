@@ -684,6 +684,7 @@ class RecordType:
     MEMORY = 5
     MARK = 6
     SAMPLE = 7
+    PROGRESS = 8
     NCCL_CALL = 16
     NCCL_PROXY = 17
     NCCL_STEP = 18
@@ -701,6 +702,7 @@ class RecordType:
 # MEMORY      c name_id · q0 time · q1 value
 # MARK        a mark · c device · q0 recorded · q1 device time (0 not seen) · q2 clock error (-1 not known)
 # SAMPLE      c frame · q0 time
+# PROGRESS    c steps that have ended · q0 time · q1 usual length of a step (0 not known); goes into no table
 # NCCL's profiler plugin (native/nccl_plugin.c) writes these, to a ring of its own:
 # NCCL_CALL   a op · b channels | algorithm << 8 | protocol << 12 · c call · q0 start · q1 communicator (0 not known)
 #             · q2 rank << 32 | size (0 not known) · q3 size_bytes (-1 not known) · q4 seq << 32 | peer + 1

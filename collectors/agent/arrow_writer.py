@@ -293,7 +293,7 @@ class _TableWriter:
 
     @property
     def waiting(self) -> bool:
-        """Whether rows are kept that the disk did not take."""
+        """Whether rows are not written yet."""
         return bool(self._pending)
 
     def flush(self, folder: Path, *, at_any_rate: bool = False) -> None:
@@ -422,7 +422,8 @@ class Partition:
         """Write all rows so far (or keep them, or count them as lost)."""
         for writer in self._in_order():
             lost_before = writer.lost
-            writer.flush(self._folder(writer))
+            if writer.waiting:
+                writer.flush(self._folder(writer))
             if lost_before and writer.lost == lost_before:
                 self._report_loss(writer)
 

@@ -26,7 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from rankscope.collectors.agent.json_files import replace_json
-from rankscope.collectors.agent.messages import Slow, Stacks, Step, Window
+from rankscope.collectors.agent.messages import Slow, Stacks, Window
+from rankscope.collectors.agent.ring_reader import Progress
 
 if TYPE_CHECKING:  # `rankscope trigger` asks without importing the writer
     from rankscope.collectors.agent.arrow_writer import RunFolder
@@ -191,18 +192,22 @@ class Windows:
             if request.asked and rank in request.states and not self._has_ended(request, rank):
                 self._note(request, rank, "gone", "the rank ended before it was done")
 
-    def hear(self, rank: int, message: Step | Slow | Window | Stacks) -> None:
-        """Take a message of a rank. Raises ValueError or TypeError."""
+    def advance(self, rank: int, progress: Progress) -> None:
+        """Take note of how far a rank is."""
         member = self._members.get(rank)
         if member is None:
             return
-        if isinstance(message, (Step, Slow)):
-            member.done, member.step_ns = message.done, message.step_ns
-            member.heard_ns = time.perf_counter_ns()
-            if isinstance(message, Slow):
-                self._slow(rank, message)
-            elif rank in self._on_gpus and member.done >= _SETTLED:
-                self._ask_first(member.world_size)
+        member.done, member.step_ns = progress.done, progress.step_ns
+        member.heard_ns = min(progress.time_ns, time.perf_counter_ns())
+        if rank in self._on_gpus and member.done >= _SETTLED:
+            self._ask_first(member.world_size)
+
+    def hear(self, rank: int, message: Slow | Window | Stacks) -> None:
+        """Take a message of a rank. Raises ValueError or TypeError."""
+        if rank not in self._members:
+            return
+        if isinstance(message, Slow):
+            self._slow(rank, message)
             return
         request = self._requests.get(message.id)
         if request is None:

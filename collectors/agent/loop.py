@@ -171,6 +171,8 @@ class Agent:
         self._peers.number_alone()
         for connection, rank in self._connections.ranks():
             rank.read()
+            if rank.progress and self._has_windows(rank):
+                self._windows.advance(rank.rank, rank.progress)
             if connection.flight:
                 rank.take_flight(connection.flight)
             rank.flush()
@@ -243,7 +245,8 @@ class Agent:
             nodes = rank.world_size // len(self._of_world(rank.world))
             self._peers.meet(message, lowest_rank=lowest, nodes=nodes)
         elif isinstance(message, messages.OfWindow):
-            self._hear(rank, message)
+            if self._has_windows(rank):
+                self._windows.hear(rank.rank, message)
         elif isinstance(message, messages.Raised):
             connection.raised = message
         elif isinstance(message, messages.Bye):
@@ -281,21 +284,17 @@ class Agent:
             node.gap("clocks", f"{why}: {SET_NODE_RANK}")
 
     def _of_world(self, world: str | None) -> list[tuple[Connection, RankTables]]:
-        """Return the ranks of one world. Deep windows and stacks are of the world `_windows_of`, see `_hear`."""
+        """Return the ranks of one world. Deep windows and stacks are of the world `_windows_of`."""
         return [(connection, rank) for connection, rank in self._connections.ranks() if rank.world == world]
 
-    def _hear(
-        self, rank: RankTables, message: messages.Step | messages.Slow | messages.Window | messages.Stacks
-    ) -> None:
-        """Give windows to the world that steps first: a job's trainers, not the engines beside them."""
-        if rank.world != self._windows_of:
-            if self._windows.step_ns:
-                return
+    def _has_windows(self, rank: RankTables) -> bool:
+        """Say whether windows are of this rank's world: the one that steps first, trainers and not engines beside."""
+        if rank.world != self._windows_of and not self._windows.step_ns:
             self._windows.forget()
             self._windows_of = rank.world
             for connection, member in self._of_world(rank.world):
                 self._windows.join(member.rank, connection.send, connection.pid, member.world_size)
-        self._windows.hear(rank.rank, message)
+        return rank.world == self._windows_of
 
     def _say_bye(self, connection: Connection, rank: RankTables, dropped: int) -> None:
         connection.report["bye"] = True

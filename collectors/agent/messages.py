@@ -105,14 +105,7 @@ class Peer(Struct, tag="peer", tag_field="type"):
     key: Annotated[str, Meta(pattern="^[0-9a-f]{0,64}$")] = ""
 
 
-class Step(Struct, tag="step", tag_field="type"):
-    done: _Int32
-    step_ns: _Time
-
-
 class Slow(Struct, tag="slow", tag_field="type"):
-    done: _Int32
-    step_ns: _Time
     step: _Int32
     ns: _Time
     usual_ns: _Time
@@ -160,14 +153,13 @@ Message: TypeAlias = (
     | FlightRecorder
     | NcclRing
     | Peer
-    | Step
     | Slow
     | Window
     | Stacks
     | Raised
     | Bye
 )
-OfWindow: TypeAlias = Step | Slow | Window | Stacks
+OfWindow: TypeAlias = Slow | Window | Stacks
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 

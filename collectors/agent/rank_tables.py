@@ -12,7 +12,16 @@ import numpy as np
 from rankscope.collectors.agent import messages
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.flight_recorder import FlightRecorder
-from rankscope.collectors.agent.ring_reader import KNOWN_TYPES, Records, Ring, Threads, columns_by_table, fitting
+from rankscope.collectors.agent.ring_reader import (
+    IS_KNOWN,
+    Progress,
+    Records,
+    Ring,
+    Threads,
+    columns_by_table,
+    fitting,
+    progress_in,
+)
 from rankscope.collectors.schema import RING_SLOTS, RecordType
 
 __all__ = ["RankTables", "Row"]
@@ -37,6 +46,7 @@ class RankTables:
         self._records: list[Records] = []
         self._flushed_ns = clock()
         self.heard_ns: int | None = None  # when its last record came, once it has communicated
+        self.progress: Progress | None = None  # as it last said
         names = ("hostname", "device", "torch", "python", "command", "start_ns", "local_rank", "world_size", "pid")
         self.world_size = hello.world_size
         self._row: dict[str, Any] = {name: getattr(hello, name) for name in names} | {"node": node}
@@ -85,6 +95,7 @@ class RankTables:
             records = ring.read(clock(), last=last)
             if len(records):
                 self._records.append(records)
+                self.progress = progress_in(records) or self.progress
                 of_job = records["type"] != RecordType.SAMPLE  # those come as long as the process lives
                 if (of_job if self.heard_ns else records["type"] == RecordType.COLLECTIVE).any():
                     self.heard_ns = clock()
@@ -121,7 +132,7 @@ class RankTables:
         now_ns = clock()
         if self._records:
             records = np.concatenate(self._records)
-            unknown = int((~np.isin(records["type"], KNOWN_TYPES)).sum())
+            unknown = int((~IS_KNOWN[records["type"]]).sum())
             self._report_refused("*", "records of a type that this version does not know", now_ns, unknown)
             for table, columns in columns_by_table(records, self._threads).items():
                 fit, refused = fitting(table, columns)

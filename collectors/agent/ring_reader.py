@@ -6,7 +6,7 @@ import fcntl
 import itertools
 import mmap
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,17 @@ from rankscope.collectors.schema import (
     RecordType,
 )
 
-__all__ = ["KNOWN_TYPES", "OTHER_THREAD", "RECORD_DTYPE", "Ring", "Threads", "columns_by_table", "fitting"]
+__all__ = [
+    "IS_KNOWN",
+    "OTHER_THREAD",
+    "RECORD_DTYPE",
+    "Progress",
+    "Ring",
+    "Threads",
+    "columns_by_table",
+    "fitting",
+    "progress_in",
+]
 
 Records = npt.NDArray[Any]
 Columns = dict[str, npt.NDArray[Any]]
@@ -150,6 +160,22 @@ def _leading(good: npt.NDArray[np.bool_]) -> int:
     return len(good) if good.all() else int(good.argmin())
 
 
+class Progress(NamedTuple):
+    """At a time, how many of a rank's steps had ended, and how long one usually takes; 0: not known."""
+
+    time_ns: int
+    done: int
+    step_ns: int
+
+
+def progress_in(records: Records) -> Progress | None:
+    """Return the last progress among the records, if they have any that can be."""
+    said = records[records["type"] == RecordType.PROGRESS]
+    if not len(said) or not (0 <= said["q0"][-1] <= _LATEST_NS and 0 <= said["q1"][-1] <= _LATEST_NS):
+        return None
+    return Progress(*(int(said[name][-1]) for name in ("q0", "c", "q1")))
+
+
 class Threads:
     """Small indices for thread idents: 0 is the main thread, others in order of appearance."""
 
@@ -169,7 +195,8 @@ class Threads:
         return np.array([self._index.get(int(value), OTHER_THREAD - 1) for value in values], np.uint16)[inverse]
 
 
-KNOWN_TYPES = sorted(value for name, value in vars(RecordType).items() if name.isupper())
+IS_KNOWN = np.zeros(256, bool)  # by type of record
+IS_KNOWN[[value for name, value in vars(RecordType).items() if name.isupper()]] = True
 _CODES = {
     ("regions", "kind"): REGION_KINDS,
     ("collectives", "op"): OPS,
@@ -180,23 +207,6 @@ _CODES = {
 }
 
 
-def fitting(table: str, columns: Columns) -> tuple[Columns, int]:
-    """Return the rows whose values their columns take, and how many others there are."""
-    fits = np.ones(len(next(iter(columns.values()))), bool)
-    for column in TABLES[table].columns:
-        values = columns.get(column.name)
-        if values is None or values.dtype.kind not in "iu" or "int" not in column.type:
-            continue
-        low, high = _range_of(table, column)
-        own = np.iinfo(values.dtype)
-        data = np.ma.getdata(values)
-        in_range = (data >= max(low, int(own.min))) & (data <= min(high, int(own.max)))
-        fits &= in_range | np.ma.getmaskarray(values)
-    if fits.all():
-        return columns, 0
-    return {name: values[fits] for name, values in columns.items()}, int((~fits).sum())
-
-
 def _range_of(table: str, column: Column) -> tuple[int, int]:
     if (table, column.name) in _CODES:
         return 0, len(_CODES[table, column.name]) - 1
@@ -204,6 +214,35 @@ def _range_of(table: str, column: Column) -> tuple[int, int]:
         return 0, _LATEST_NS
     limits = np.iinfo(column.type)
     return int(limits.min), int(limits.max)
+
+
+_RANGES = {
+    table.name: [(column.name, *_range_of(table.name, column)) for column in table.columns if "int" in column.type]
+    for table in TABLES.values()
+}
+
+
+def fitting(table: str, columns: Columns) -> tuple[Columns, int]:
+    """Return the rows whose values their columns take, and how many others there are; there is at least one row."""
+    fits = np.ones(len(next(iter(columns.values()))), bool)
+    for name, low, high in _RANGES[table]:
+        values = columns.get(name)
+        if values is None or values.dtype.kind not in "iu":
+            continue
+        data = np.ma.getdata(values)
+        if low <= int(data.min()) and int(data.max()) <= high:
+            continue
+        own = np.iinfo(data.dtype)
+        in_range = (data >= max(low, int(own.min))) & (data <= min(high, int(own.max)))
+        fits &= in_range | np.ma.getmaskarray(values)
+    if fits.all():
+        return columns, 0
+    return {name: values[fits] for name, values in columns.items()}, int((~fits).sum())
+
+
+def _but(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | bool) -> npt.NDArray[Any]:
+    """Return the values, null where one is missing."""
+    return np.ma.MaskedArray(values, mask=missing)
 
 
 def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
@@ -232,8 +271,8 @@ def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
         marks = by_type[RecordType.MARK]
         tables["device_marks"] = {
             "recorded_ns": marks["q0"],
-            "device_ns": np.ma.masked_equal(marks["q1"], 0),
-            "clock_error_ns": np.ma.masked_less(marks["q2"], 0),
+            "device_ns": _but(marks["q1"], marks["q1"] == 0),
+            "clock_error_ns": _but(marks["q2"], marks["q2"] < 0),
             "mark": marks["a"],
             "device": marks["c"].astype(np.int32),
         }
@@ -254,8 +293,8 @@ def _regions(records: Records, threads: Threads) -> Columns:
         "kind": records["a"],
         "name_id": records["c"],
         "thread": threads.index(records["q2"]),
-        "microbatch": np.ma.masked_less(records["q3"], 0),
-        "stage": np.ma.masked_less(records["q4"], 0),
+        "microbatch": _but(records["q3"], records["q3"] < 0),
+        "stage": _but(records["q4"], records["q4"] < 0),
     }
 
 
@@ -265,16 +304,16 @@ def _collectives(records: Records) -> Columns:
     return {
         "start_ns": records["q0"],
         "issued_ns": records["q1"],
-        "end_ns": np.ma.MaskedArray(np.zeros(len(records), np.int64), mask=True),
+        "end_ns": _but(np.zeros(len(records), np.int64), True),
         "group_id": records["q2"],
         "seq": records["c"],
         "op": records["a"],
         "dtype": (records["b"] & 0xFF).astype(np.uint8),
-        "is_async": np.ma.MaskedArray(is_async == 1, mask=is_async > 1),
+        "is_async": _but(is_async == 1, is_async > 1),
         "peer": np.where(to_all, NO_PEER, (records["q4"] >> 32) - 1),
         "tag": np.where(to_all, 0, (records["q4"] >> 16) & 0xFFFF),
         "size_bytes": records["q3"],
-        "received_bytes": np.ma.MaskedArray(records["q4"] >> 16, mask=~to_all),
+        "received_bytes": _but(records["q4"] >> 16, ~to_all),
         "thread": np.where(records["q4"] & 0xFFFF, 0, OTHER_THREAD),
         "number": records["number"],
     }
@@ -296,12 +335,12 @@ def _nccl_calls(records: Records) -> Columns:
     return {
         "start_ns": records["q0"],
         "call": records["c"],
-        "communicator": np.ma.masked_equal(records["q1"], 0),
+        "communicator": _but(records["q1"], records["q1"] == 0),
         "nccl_rank": records["q2"] >> 32,
-        "nccl_size": np.ma.masked_equal(size, 0),
-        "seq": np.ma.MaskedArray((records["q4"] >> 32) & 0xFFFFFFFF, mask=np.isin(records["a"], _P2P_CODES)),
+        "nccl_size": _but(size, size == 0),
+        "seq": _but((records["q4"] >> 32) & 0xFFFFFFFF, np.isin(records["a"], _P2P_CODES)),
         "op": records["a"],
-        "size_bytes": np.ma.masked_less(records["q3"], 0),
+        "size_bytes": _but(records["q3"], records["q3"] < 0),
         "peer": (records["q4"] & 0xFFFFFFFF) - 1,
         "channels": (records["b"] & 0xFF).astype(np.uint8),
         "algorithm": (records["b"] >> 8 & 0xF).astype(np.uint8),
@@ -320,7 +359,7 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
     has_peer_wait = both["a"] & 2 == 2
     gpu, middle, network = (both[name].view(np.uint64) >> np.uint64(24) for name in ("q1", "q2", "q3"))
     beside = (both[name] & 0xFFFFFF for name in ("q1", "q2"))
-    peer, step = (np.ma.MaskedArray(values, mask=is_span) for values in beside)
+    peer, step = (_but(values, is_span) for values in beside)
     # as NCCL_EVENTS has them: send, recv, send_step, recv_step
     events = np.where(is_span, both["a"], 2 * is_step + ~is_send)
     waited = (gpu + middle + network).astype(np.int64)
@@ -328,14 +367,14 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
         "start_ns": both["q0"],
         "end_ns": np.where(is_span, both["q1"], both["q0"] + waited),
         "event": events.astype(np.uint8),
-        "call": np.ma.masked_equal(both["c"], 0),
+        "call": _but(both["c"], both["c"] == 0),
         "channel": both["b"].astype(np.uint8),
         "peer": peer,
         "step": step,
-        "size_bytes": np.ma.MaskedArray(both["q4"], mask=is_span | (both["q4"] < 0)),
-        "gpu_wait_ns": np.ma.MaskedArray(gpu.astype(np.int64), mask=is_span),
-        "peer_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=~(is_send & has_peer_wait)),
-        "network_wait_ns": np.ma.MaskedArray(network.astype(np.int64), mask=is_span),
-        "flush_wait_ns": np.ma.MaskedArray(middle.astype(np.int64), mask=is_span | is_send),
-        "device_ns": np.ma.MaskedArray(both["q2"], mask=~is_span | (both["q2"] < 0)),
+        "size_bytes": _but(both["q4"], is_span | (both["q4"] < 0)),
+        "gpu_wait_ns": _but(gpu.astype(np.int64), is_span),
+        "peer_wait_ns": _but(middle.astype(np.int64), ~(is_send & has_peer_wait)),
+        "network_wait_ns": _but(network.astype(np.int64), is_span),
+        "flush_wait_ns": _but(middle.astype(np.int64), is_span | is_send),
+        "device_ns": _but(both["q2"], ~is_span | (both["q2"] < 0)),
     }

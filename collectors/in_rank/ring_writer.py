@@ -80,3 +80,7 @@ class Ring:
     def sample(self, frame: int, time_ns: int) -> None:
         """Write which chain of calls the training thread was in."""
         self.write(RecordType.SAMPLE, 0, 0, frame, time_ns, 0, 0, 0, 0)
+
+    def progress(self, done: int, time_ns: int, step_ns: int) -> None:
+        """Write how many steps have ended by now, and how long one usually takes."""
+        self.write(RecordType.PROGRESS, 0, 0, done, time_ns, step_ns, 0, 0, 0)

@@ -90,7 +90,7 @@ class Emit:
         self._incarnations: dict[tuple[str, str], int] = {}
         self._off: set[str] = set()
         self._said: set[tuple[str, str]] = set()
-        self._on_tick: list[Callable[[], None]] = []
+        self._on_tick: list[tuple[Callable[[], None], bool]] = []  # and whether it needs CUDA
         self._on_step: list[Callable[[int, int | None], None]] = []
         self._on_message: dict[str, Callable[[dict[str, Any]], None]] = {}
         self._next_tick_ns = 0
@@ -209,17 +209,17 @@ class Emit:
             with sys.modules["torch"]._C.DisableTorchFunction():  # a script may count what is done to its tensors
                 self.device = tensor.device.index if getattr(tensor, "is_cuda", False) else None
 
-    def on_tick(self, read: Callable[[], None]) -> None:
-        """Call `read` about once a second from a training thread, at the end of a step or collective."""
-        self._on_tick.append(read)
+    def on_tick(self, read: Callable[[], None], *, needs_cuda: bool = False) -> None:
+        """Call `read` about once a second from a training thread, as a step or collective ends; or only with CUDA."""
+        self._on_tick.append((read, needs_cuda))
 
     def tick(self, now_ns: int) -> None:
         """Run what is due once a second. Call it after a step or a collective, with its end."""
         if now_ns < self._next_tick_ns:
             return
         self._next_tick_ns = now_ns + _TICK_NS
-        for read in self._on_tick:
-            if self.live:
+        for read, needs_cuda in self._on_tick:
+            if self.live and (not needs_cuda or sys.modules["torch"].cuda.is_initialized()):
                 read()
 
     def on_step(self, call: Callable[[int, int | None], None]) -> None:

@@ -21,7 +21,7 @@ def start(emit: Emit) -> None:
 
     def report() -> None:
         nonlocal sent, ticks
-        if sent or not cuda.is_initialized():
+        if sent:
             return
         ticks += 1
         if emit.device is None and ticks >= _PATIENCE:  # no optimizer of torch's, no operation on a device
@@ -40,7 +40,7 @@ def start(emit: Emit) -> None:
                 emit.gap("counters", "device", f"{why}: the GPU of this rank may not be known")
         emit.send({"type": "gpu", "name": device.name, "uuid": uuid})
 
-    emit.on_tick(emit.guard("device", report))
+    emit.on_tick(emit.guard("device", report), needs_cuda=True)
 
 
 def stop() -> None:

@@ -48,9 +48,7 @@ def start(emit: Emit) -> None:
 
     def tick() -> None:
         torch = sys.modules["torch"]
-        if not (torch.cuda.is_initialized() and torch.distributed.is_initialized()):
-            return
-        if "nccl" not in str(torch.distributed.get_backend_config()):
+        if not torch.distributed.is_initialized() or "nccl" not in str(torch.distributed.get_backend_config()):
             return
         for group, name in list(sys.modules["torch.distributed.distributed_c10d"]._world.pg_names.items()):
             if group in seen:
@@ -71,7 +69,7 @@ def start(emit: Emit) -> None:
                 with contextlib.suppress(RuntimeError):  # a backend beside NCCL that has no timing
                     group._enable_collectives_timing()
 
-    emit.on_tick(emit.guard("flight_recorder", tick))
+    emit.on_tick(emit.guard("flight_recorder", tick), needs_cuda=True)
     cuda = sys.modules["torch"].cuda
 
     def begun(*_: object) -> None:

@@ -31,9 +31,9 @@ def start(emit: Emit) -> None:
         why = "NCCL's profiler plugin is not built: rankscope doctor --build"
         if given:
             why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
-        emit.on_tick(emit.guard("nccl", _Told(emit, why)))
+        emit.on_tick(emit.guard("nccl", _Told(emit, why)), needs_cuda=True)
         return
-    emit.on_tick(emit.guard("nccl", _Told(emit, "")))
+    emit.on_tick(emit.guard("nccl", _Told(emit, "")), needs_cuda=True)
     unknown = set(filter(None, os.environ.get("RANKSCOPE_NCCL_EVENTS", "").split(","))) - set(EVENTS)
     if unknown:
         known = ", ".join(EVENTS)
@@ -54,7 +54,7 @@ def start(emit: Emit) -> None:
                 emit.gap("nccl_events", "nccl", why, count=count - reported[counter])
                 reported[counter] = count
 
-    emit.on_tick(emit.guard("nccl", report_losses))
+    emit.on_tick(emit.guard("nccl", report_losses), needs_cuda=True)
 
 
 def stop() -> None:
@@ -71,7 +71,7 @@ class _Told:
 
     def __call__(self) -> None:
         torch = sys.modules["torch"]
-        if self._done or not (torch.cuda.is_initialized() and torch.distributed.is_initialized()):
+        if self._done or not torch.distributed.is_initialized():
             return
         self._done = True
         if "nccl" not in str(torch.distributed.get_backend_config()):

@@ -296,10 +296,10 @@ class _Windows:
     # ---- from the thread that trains
 
     def progress(self) -> None:
-        """Send the agent this rank's step, so that it can name a later one; close a window that takes too long."""
+        """Tell the agent this rank's step, so that it can name a later one; close a window that takes too long."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
-        self._emit.send({"type": "step", "done": self._steps.done, "step_ns": self._usual.median_ns})
+        self._emit.ring.progress(self._steps.done, clock(), self._usual.median_ns)
 
     def step(self, end_ns: int, optimizer: int | None) -> None:
         """Begin, continue or end a window at the end of a step."""
@@ -345,9 +345,8 @@ class _Windows:
     def _look_at(self, length_ns: int) -> None:
         """Tell the agent of a step that is much longer than usual."""
         if self._usual.is_slow(length_ns):
-            usual_ns = self._usual.median_ns
-            slow = {"step": self._steps.done - 1, "ns": length_ns, "usual_ns": usual_ns}
-            self._emit.send({"type": "slow", "done": self._steps.done, "step_ns": usual_ns} | slow)
+            slow = {"step": self._steps.done - 1, "ns": length_ns, "usual_ns": self._usual.median_ns}
+            self._emit.send({"type": "slow"} | slow)
 
     def _prepare(self, done: int) -> None:
         assert self._window is not None

@@ -558,8 +558,8 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
         (900, "second"),
         (900, "first"),
     ]
-    zero.do("say(type='step', done=100, step_ns=10_000_000)")
-    one.do("say(type='step', done=101, step_ns=10_000_000)")
+    zero.do("ring.progress(100, time.perf_counter_ns(), 10_000_000)")
+    one.do("ring.progress(101, time.perf_counter_ns(), 10_000_000)")
     request = {"kind": "window", "ranks": None, "first": None, "steps": 2, "reason": "test"}
     assert ask(tmp_path / "first", request) == 2
     windows = [hears(zero), hears(one)]
@@ -577,7 +577,7 @@ def test_nodes_that_share_a_folder_agree_on_the_steps_of_a_deep_window(tmp_path,
 @pytest.mark.long
 def test_trigger_ends_where_the_agent_was_killed_after_it_had_answered(agent, rank, monkeypatch, capsys):
     monkeypatch.setattr(trigger, "_STILL_S", 5.0)
-    rank.do("say(type='step', done=100, step_ns=10_000_000)")
+    rank.do("ring.progress(100, time.perf_counter_ns(), 10_000_000)")
     wait_for((agent.out / "run/node=00000.json").exists)
 
     def kill() -> None:
@@ -600,7 +600,7 @@ def test_trigger_ends_where_the_disk_is_full_of_others_files(small_disk, started
     started.append(agent)
     rank = Rank(agent.name)
     started.append(rank)
-    rank.do("say(type='step', done=100, step_ns=10_000_000)")
+    rank.do("ring.progress(100, time.perf_counter_ns(), 10_000_000)")
     wait_for((agent.out / "run/node=00000.json").exists)
 
     def fill_and_fail() -> None:

@@ -183,15 +183,19 @@ def test_rank_finds_its_gpu_by_the_pci_address(node, amdsmi, monkeypatch):
     torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(hip="7.0"))
     monkeypatch.setitem(sys.modules, "torch", torch)
     said = []
-    device.start(SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run: run(), device=0))
+    device.start(
+        SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run, **_: run(), device=0)
+    )
     torch.version.hip = None
-    device.start(SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run: run(), device=0))
+    device.start(
+        SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run, **_: run(), device=0)
+    )
     assert [message["uuid"] for message in said] == ["0000:22:00.0", "GPU-3030-3030"]
     assert [message["name"] for message in said] == ["AMD Instinct"] * 2
 
     del found.pci_bus_id  # torch 2.5
     torch.version.hip, torch.__version__, gaps = "6.2", "2.5.1", []
-    emit = SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run: run(), device=0)
+    emit = SimpleNamespace(send=said.append, guard=lambda name, run: run, on_tick=lambda run, **_: run(), device=0)
     emit.gap = lambda table, source, why: gaps.append(why)
     device.start(emit)
     assert ["torch 2.5.1 does not say" in why for why in gaps] == [True]

@@ -237,7 +237,7 @@ def test_job_whose_nccl_has_no_plugin_says_why(plugin, monkeypatch, tmp_path, ve
         SimpleNamespace(
             gap=lambda *gap: said.append(gap),
             guard=lambda name, run: run,
-            on_tick=ticks.append,
+            on_tick=lambda tick, **_: ticks.append(tick),
             hand_over=rings.append,
         )
     )

@@ -82,7 +82,7 @@ def test_random_bytes_are_refused(packet):
     "packet",
     [
         b"[" * 60_000,
-        b'{"type":"step","done":1,"step_ns":1,"more":' + b"[" * 60_000,
+        b'{"type":"slow","step":1,"ns":1,"usual_ns":1,"more":' + b"[" * 60_000,
         b'{"type":"peer","host":"h","port":1,"node":0,"agent":"a","name":"' + b"n" * 3000 + b'"}',
         b'{"type":"peer","host":"h","port":1,"node":0,"agent":"a","name":".."}',
         b'{"type":"peer","host":"h","port":1,"node":0,"agent":"a","name":"a/b"}',

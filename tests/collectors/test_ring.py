@@ -65,7 +65,18 @@ def test_operation_gets_its_end():
     assert [collectives[name] for name in said] == [[50], [51], [60], [42], [1], [2], [True], [4096], [-1], [0]]
 
 
-@pytest.mark.parametrize("record_type", ring_reader.KNOWN_TYPES)
+def test_how_far_a_rank_is_comes_back_as_it_last_said():
+    ring = ring_writer.Ring()
+    ring.progress(3, 50, 7)
+    ring.progress(4, 60, 8)
+    ring.step(61)
+    records = ring_reader.Ring(ring.fd).read(0, last=True)
+    assert ring_reader.progress_in(records) == (60, 4, 8)
+    ring.progress(5, -1, 8)  # a time that cannot be
+    assert ring_reader.progress_in(ring_reader.Ring(ring.fd).read(0, last=True)) is None
+
+
+@pytest.mark.parametrize("record_type", sorted({*np.flatnonzero(ring_reader.IS_KNOWN)} - {RecordType.PROGRESS}))
 def test_every_type_of_record_becomes_rows_of_a_table(record_type):
     """A type that is added to the schema alone would be read, counted as known, and lost without a gap."""
     record = np.array([(1, record_type, *[0] * 8, 1)], ring_reader.RECORD_DTYPE)

@@ -163,9 +163,11 @@ def test_deep_windows_and_counters_are_of_the_world_that_steps(tmp_path):
     try:
         for rank in (engine, trainer):
             rank.do("agent.settimeout(20)")
-        trainer.do("say(type='step', done=1, step_ns=1000000)")
+        trainer.do("ring.progress(1, time.perf_counter_ns(), 1000000)")
         trainer.do("asked = json.loads(agent.recv(4096))", "assert asked['type'] == 'window', asked")
-        trainer.do("say(type='step', done=2, step_ns=1000000)", "say(type='window', id=1, state='gone', why='over')")
+        trainer.do(
+            "ring.progress(2, time.perf_counter_ns(), 1000000)", "say(type='window', id=1, state='gone', why='over')"
+        )
         trainer.do(
             "say(type='gap', table='regions', source='x', start_ns=1, end_ns=2, count=asked['first'], why='first')"
         )
