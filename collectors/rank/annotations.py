@@ -2,6 +2,9 @@
 
 torch names DDP's forward and the microbatches of its pipeline schedules this way. Names of spans that another collector
 records (optimizer, DataLoader) and FSDP's many internal ones are left out.
+
+Those of FSDP2's groups of parameters, a dozen a layer and step, are not even looked at: its module gets a subclass
+whose methods are torch's own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING
 
+from rankscope.collectors.in_rank.import_hooks import after_import
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.schema import REGION_KINDS
 from rankscope.collectors.untyped import Foreign
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
 _LEFT_OUT = ("Optimizer.", "enumerate(DataLoader)", "FSDP::")
+_NOT_LOOKED_AT = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _MAX_KNOWN = 10_000  # names that a script makes in every step must not grow without bound
 _USER = REGION_KINDS.index("user")
 _FORWARD = REGION_KINDS.index("forward")
@@ -37,7 +42,7 @@ def start(emit: Emit) -> None:
     owner = sys.modules["torch.autograd.profiler"].record_function
     enter, leave = owner.__dict__["__enter__"], owner.__dict__["__exit__"]
     known: dict[str, tuple[int, int, int, int] | None] = {}
-    left_out: set[str] = set()  # FSDP has a dozen a layer and step
+    left_out: set[str] = set()
     is_compiling = sys.modules["torch"].compiler.is_compiling
 
     def record(span: Foreign) -> None:
@@ -80,6 +85,18 @@ def start(emit: Emit) -> None:
     ):
         setattr(owner, attribute, replacement)
         _undos.append(partial(setattr, owner, attribute, original))
+
+    class Unseen(owner):  # type: ignore[misc, valid-type]
+        """The class without our methods."""
+
+        __enter__, __exit__ = enter, leave
+
+    def spare(module: Foreign) -> None:
+        if module.record_function is owner:
+            module.record_function = Unseen
+            _undos.append(partial(setattr, module, "record_function", owner))
+
+    _undos.append(after_import(_NOT_LOOKED_AT, emit.guard("annotations", spare)))
 
 
 def stop() -> None:

@@ -1,5 +1,7 @@
 """What runs inside a training process: real scripts with one gloo rank, recorded by a real agent."""
 
+import importlib.metadata
+import importlib.util
 import json
 import socket
 
@@ -11,6 +13,8 @@ from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.session import Emit
 from rankscope.collectors.schema import OPS, REGION_KINDS
 from support.one_rank import names, record, run_script, table
+
+TORCH = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 
@@ -267,6 +271,36 @@ def test_torch_compile_and_torchscript_see_no_difference(tmp_path):
     assert "rankscope" not in done.stderr
     assert "perf_counter" not in done.stderr
     assert REGION_KINDS.index("compile") in table(run, "regions")["kind"]
+
+
+@pytest.mark.skipif(TORCH.startswith(("2.5.", "2.6.")), reason="FSDP2 of torch 2.5 and 2.6 needs a GPU")
+def test_fsdp_pays_for_none_of_its_spans(tmp_path):
+    """torch.profiler sees them, as without rankscope; code of ours runs for those of the root module only."""
+    done, run = record(
+        tmp_path,
+        """
+        from torch.distributed.fsdp import fully_shard
+        model = fully_shard(torch.nn.Linear(8, 8))
+        calls = 0
+        def count(frame, event, _):
+            global calls
+            calls += event == "call" and frame.f_code.co_filename.endswith("rank/annotations.py")
+        with torch.profiler.profile() as profile:
+            sys.setprofile(count)
+            model(torch.ones(2, 8)).sum().backward()
+            sys.setprofile(None)
+            with torch.profiler.record_function("mine"):
+                pass
+        spans = [event.name for event in profile.events() if event.name.startswith("FSDP::")]
+        root = [name for name in spans if name.startswith("FSDP::root")]
+        assert len(spans) - len(root) >= 5, spans
+        assert calls <= 4 * len(root), (calls, root)  # the first time they look at the name, too
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    recorded = names(run)
+    found = {recorded[name_id] for name_id in table(run, "regions")["name_id"]}
+    assert [name for name in found if name == "mine" or "FSDP" in name] == ["mine"]
 
 
 @pytest.mark.long
