@@ -92,7 +92,7 @@ def start(emit: Emit) -> None:
         __enter__, __exit__ = enter, leave
 
     def spare(module: Foreign) -> None:
-        if module.record_function is owner:
+        if getattr(module, "record_function", None) is owner:
             module.record_function = Unseen
             _undos.append(partial(setattr, module, "record_function", owner))
 
