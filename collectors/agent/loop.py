@@ -171,7 +171,7 @@ class Agent:
         self._peers.number_alone()
         for connection, rank in self._connections.ranks():
             rank.read()
-            if rank.progress and self._has_windows(rank):
+            if rank.progress and self._gets_windows(rank):
                 self._windows.advance(rank.rank, rank.progress)
             if connection.flight:
                 rank.take_flight(connection.flight)
@@ -245,7 +245,7 @@ class Agent:
             nodes = rank.world_size // len(self._of_world(rank.world))
             self._peers.meet(message, lowest_rank=lowest, nodes=nodes)
         elif isinstance(message, messages.OfWindow):
-            if self._has_windows(rank):
+            if self._gets_windows(rank):
                 self._windows.hear(rank.rank, message)
         elif isinstance(message, messages.Raised):
             connection.raised = message
@@ -287,8 +287,8 @@ class Agent:
         """Return the ranks of one world. Deep windows and stacks are of the world `_windows_of`."""
         return [(connection, rank) for connection, rank in self._connections.ranks() if rank.world == world]
 
-    def _has_windows(self, rank: RankTables) -> bool:
-        """Say whether windows are of this rank's world: the one that steps first, trainers and not engines beside."""
+    def _gets_windows(self, rank: RankTables) -> bool:
+        """Give windows to the world that steps first, trainers and not engines; return whether this rank is of it."""
         if rank.world != self._windows_of and not self._windows.step_ns:
             self._windows.forget()
             self._windows_of = rank.world

@@ -240,8 +240,8 @@ def fitting(table: str, columns: Columns) -> tuple[Columns, int]:
     return {name: values[fits] for name, values in columns.items()}, int((~fits).sum())
 
 
-def _but(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | bool) -> npt.NDArray[Any]:
-    """Return the values, null where one is missing."""
+def _null_where(values: npt.NDArray[Any], missing: npt.NDArray[np.bool_] | bool) -> npt.NDArray[Any]:
+    """Return the values as a column that may be null."""
     return np.ma.MaskedArray(values, mask=missing)
 
 
@@ -271,8 +271,8 @@ def columns_by_table(records: Records, threads: Threads) -> dict[str, Columns]:
         marks = by_type[RecordType.MARK]
         tables["device_marks"] = {
             "recorded_ns": marks["q0"],
-            "device_ns": _but(marks["q1"], marks["q1"] == 0),
-            "clock_error_ns": _but(marks["q2"], marks["q2"] < 0),
+            "device_ns": _null_where(marks["q1"], marks["q1"] == 0),
+            "clock_error_ns": _null_where(marks["q2"], marks["q2"] < 0),
             "mark": marks["a"],
             "device": marks["c"].astype(np.int32),
         }
@@ -293,8 +293,8 @@ def _regions(records: Records, threads: Threads) -> Columns:
         "kind": records["a"],
         "name_id": records["c"],
         "thread": threads.index(records["q2"]),
-        "microbatch": _but(records["q3"], records["q3"] < 0),
-        "stage": _but(records["q4"], records["q4"] < 0),
+        "microbatch": _null_where(records["q3"], records["q3"] < 0),
+        "stage": _null_where(records["q4"], records["q4"] < 0),
     }
 
 
@@ -304,16 +304,16 @@ def _collectives(records: Records) -> Columns:
     return {
         "start_ns": records["q0"],
         "issued_ns": records["q1"],
-        "end_ns": _but(np.zeros(len(records), np.int64), True),
+        "end_ns": _null_where(np.zeros(len(records), np.int64), True),
         "group_id": records["q2"],
         "seq": records["c"],
         "op": records["a"],
         "dtype": (records["b"] & 0xFF).astype(np.uint8),
-        "is_async": _but(is_async == 1, is_async > 1),
+        "is_async": _null_where(is_async == 1, is_async > 1),
         "peer": np.where(to_all, NO_PEER, (records["q4"] >> 32) - 1),
         "tag": np.where(to_all, 0, (records["q4"] >> 16) & 0xFFFF),
         "size_bytes": records["q3"],
-        "received_bytes": _but(records["q4"] >> 16, ~to_all),
+        "received_bytes": _null_where(records["q4"] >> 16, ~to_all),
         "thread": np.where(records["q4"] & 0xFFFF, 0, OTHER_THREAD),
         "number": records["number"],
     }
@@ -335,12 +335,12 @@ def _nccl_calls(records: Records) -> Columns:
     return {
         "start_ns": records["q0"],
         "call": records["c"],
-        "communicator": _but(records["q1"], records["q1"] == 0),
+        "communicator": _null_where(records["q1"], records["q1"] == 0),
         "nccl_rank": records["q2"] >> 32,
-        "nccl_size": _but(size, size == 0),
-        "seq": _but((records["q4"] >> 32) & 0xFFFFFFFF, np.isin(records["a"], _P2P_CODES)),
+        "nccl_size": _null_where(size, size == 0),
+        "seq": _null_where((records["q4"] >> 32) & 0xFFFFFFFF, np.isin(records["a"], _P2P_CODES)),
         "op": records["a"],
-        "size_bytes": _but(records["q3"], records["q3"] < 0),
+        "size_bytes": _null_where(records["q3"], records["q3"] < 0),
         "peer": (records["q4"] & 0xFFFFFFFF) - 1,
         "channels": (records["b"] & 0xFF).astype(np.uint8),
         "algorithm": (records["b"] >> 8 & 0xF).astype(np.uint8),
@@ -359,7 +359,7 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
     has_peer_wait = both["a"] & 2 == 2
     gpu, middle, network = (both[name].view(np.uint64) >> np.uint64(24) for name in ("q1", "q2", "q3"))
     beside = (both[name] & 0xFFFFFF for name in ("q1", "q2"))
-    peer, step = (_but(values, is_span) for values in beside)
+    peer, step = (_null_where(values, is_span) for values in beside)
     # as NCCL_EVENTS has them: send, recv, send_step, recv_step
     events = np.where(is_span, both["a"], 2 * is_step + ~is_send)
     waited = (gpu + middle + network).astype(np.int64)
@@ -367,14 +367,14 @@ def _nccl_events(by_type: dict[int, Records]) -> Columns:
         "start_ns": both["q0"],
         "end_ns": np.where(is_span, both["q1"], both["q0"] + waited),
         "event": events.astype(np.uint8),
-        "call": _but(both["c"], both["c"] == 0),
+        "call": _null_where(both["c"], both["c"] == 0),
         "channel": both["b"].astype(np.uint8),
         "peer": peer,
         "step": step,
-        "size_bytes": _but(both["q4"], is_span | (both["q4"] < 0)),
-        "gpu_wait_ns": _but(gpu.astype(np.int64), is_span),
-        "peer_wait_ns": _but(middle.astype(np.int64), ~(is_send & has_peer_wait)),
-        "network_wait_ns": _but(network.astype(np.int64), is_span),
-        "flush_wait_ns": _but(middle.astype(np.int64), is_span | is_send),
-        "device_ns": _but(both["q2"], ~is_span | (both["q2"] < 0)),
+        "size_bytes": _null_where(both["q4"], is_span | (both["q4"] < 0)),
+        "gpu_wait_ns": _null_where(gpu.astype(np.int64), is_span),
+        "peer_wait_ns": _null_where(middle.astype(np.int64), ~(is_send & has_peer_wait)),
+        "network_wait_ns": _null_where(network.astype(np.int64), is_span),
+        "flush_wait_ns": _null_where(middle.astype(np.int64), is_span | is_send),
+        "device_ns": _null_where(both["q2"], ~is_span | (both["q2"] < 0)),
     }

@@ -210,7 +210,7 @@ class Emit:
                 self.device = tensor.device.index if getattr(tensor, "is_cuda", False) else None
 
     def on_tick(self, read: Callable[[], None], *, needs_cuda: bool = False) -> None:
-        """Call `read` about once a second from a training thread, as a step or collective ends; or only with CUDA."""
+        """Call `read` once a second from a training thread, as a step or collective ends; or only if CUDA is in use."""
         self._on_tick.append((read, needs_cuda))
 
     def tick(self, now_ns: int) -> None:

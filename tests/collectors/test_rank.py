@@ -1,7 +1,5 @@
 """What runs inside a training process: real scripts with one gloo rank, recorded by a real agent."""
 
-import importlib.metadata
-import importlib.util
 import json
 import socket
 
@@ -12,9 +10,7 @@ import rankscope
 from rankscope.collectors.in_rank.ring_writer import Ring
 from rankscope.collectors.in_rank.session import Emit
 from rankscope.collectors.schema import OPS, REGION_KINDS
-from support.one_rank import names, record, run_script, table
-
-TORCH = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
+from support.one_rank import TORCH, names, record, run_script, table
 
 pytest.importorskip("torch", reason="needs torch: pip install -c constraints.txt torch")
 

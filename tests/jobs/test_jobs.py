@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import re
@@ -22,7 +20,7 @@ import psutil
 import pytest
 
 import rankscope
-from support.one_rank import of_script
+from support.one_rank import TORCH, of_script
 from support.paths import ROOT, SCRIPTS
 
 pytestmark = pytest.mark.real_job
@@ -34,7 +32,6 @@ needs_namespaces = pytest.mark.skipif(
 
 TRANSFORMER = ROOT / "examples/train_transformer.py"
 THREE_NODES = ROOT / "examples/three_nodes.py"
-TORCH = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
 RANKSCOPE = str(Path(sys.executable).with_name("rankscope"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 

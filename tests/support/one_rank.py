@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import socket
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import polars as pl
 
+TORCH = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
 HEADER = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
