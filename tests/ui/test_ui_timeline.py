@@ -957,12 +957,14 @@ def test_counters_are_lanes_below_their_ranks_with_the_value_at_the_pointer(scre
     assert screen.pixels("line", box["x"] + LABELS, box["y"] + RULER, 600, 500) > 600
     said: set[str] = set()
 
-    def all_lanes_were_seen() -> bool:
+    def all_lanes_were_seen_at(share: float) -> bool:
         for line in range(40):
-            page.mouse.move(box["x"] + LABELS + 300, box["y"] + RULER + line * LINE / 2)
+            x = box["x"] + LABELS + share * (box["width"] - LABELS)
+            page.mouse.move(x, box["y"] + RULER + line * LINE / 2)
             page.wait_for_timeout(100)
             said.add(page.locator(".rst-tip").inner_text())
         busy = any(re.match(r"host: cpu busy\n([<>] )?[\d.]+ %\n", tip) for tip in said)
         return busy and any("host: cpu seconds per second" in tip for tip in said)
 
-    assert any(all_lanes_were_seen() for _ in range(5)), said  # tips follow the pointer when they can
+    # tips follow the pointer when they can, and a busy machine reads its counters late
+    assert any(all_lanes_were_seen_at(share) for share in (0.3, 0.5, 0.7, 0.9, 0.3, 0.5)), said
