@@ -23,7 +23,7 @@ from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.workers import Lost, each
 from rankscope.analysis.runs.fingerprint import files_fingerprint
-from rankscope.analysis.runs.memory_budget import bytes_of_rows
+from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
 from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
@@ -50,8 +50,9 @@ def with_whole_run(
     if stretch is None or history is None or folder is None or stretch.asked:
         return report, True
     phases = phases_of(stretch, history)
-    step_bytes = bytes_of_rows(folder) / (len(stretch.counted) - stretch.kept)
-    most = max(FEWEST, min(int(_BYTES / step_bytes), stretch.last - stretch.first + 1))
+    all_bytes, steps = bytes_of_rows(folder), len(stretch.counted) - stretch.kept
+    step_bytes = all_bytes / steps
+    most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
     cuts = _cuts(stretch, phases, most)
     summaries = _summaries(trace.paths, cuts, step_bytes, options or ReportOptions())
     last = _summary(stretch.first, stretch.last, report, timeline)

@@ -38,7 +38,7 @@ _OF_ROW, _OF_OTHER_ROW = {"regions": 1300, "collectives": 1300, "device_marks": 
 _MOST = 3_000_000_000  # a report on so much takes half a minute, while a job that has ended may hold its machines
 # Of a run that is larger a report holds so much, or so many steps as far as they fit: what it does not hold is analyzed
 # in stretches, in less time and by several processes.
-_ENOUGH, _ENOUGH_LAST_STEPS = 1_000_000_000, 200
+_ENOUGH, _ENOUGH_LAST_STEPS = 500_000_000, 50
 _SHARE = 0.5  # of the memory that is free
 
 

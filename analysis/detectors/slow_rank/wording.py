@@ -8,7 +8,7 @@ import polars as pl
 from rankscope.analysis.detectors import price
 from rankscope.analysis.detectors.slow_rank.late_by_durations import Late, WaitedFor, guilty_layer, paced_ranks
 from rankscope.analysis.detectors.slow_rank.shape import Slow, Steps
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid
+from rankscope.analysis.metrics.step_matrix import TRIM, Floats, StepGrid, estimate
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.text.message import Text, plural, text
 from rankscope.analysis.text.phrases import every_nth, named
@@ -110,7 +110,6 @@ def _fix(ranks: tuple[int, ...], slow: Slow) -> str:
 
 
 def _title(ranks: tuple[int, ...], slow: Slow, steps: tuple[int, ...]) -> str:
-    cost = duration(slow.lost.ns)
     subject = text("Node {node}", node=slow.nodes[0]) if slow.nodes else text("Rank {rank}", rank=ranks[0])
     if slow.last is not None:
         last, operations = slow.last
@@ -130,24 +129,24 @@ def _title(ranks: tuple[int, ...], slow: Slow, steps: tuple[int, ...]) -> str:
             "collectives",
             1 if slow.nodes else len(ranks),
             subject=subject if slow.nodes else named("Rank", ranks),
-            cost=cost,
+            cost=duration(slow.lost.ns),
             last=last,
             operations=operations,
         )
-    each = cost if slow.when.all() else duration(slow.lost.ns * len(slow.when) / len(steps))
+    longer = duration(estimate(slow.excess[slow.when], TRIM).ns)  # which is not all lost
     often = text("per step") if slow.when.all() else every_nth(steps, len(slow.when))
     if len(ranks) == 1:
         return text(
             "{subject} is slow: it computes {time} longer {often} than its peers",
             subject=subject,
-            time=each,
+            time=longer,
             often=often,
         )
     return text(
         "{subject} is slow: {ranks} compute {time} longer {often} than their peers",
         subject=subject,
         ranks=named("rank", ranks),
-        time=each,
+        time=longer,
         often=often,
     )
 
