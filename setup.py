@@ -1,4 +1,4 @@
-"""The compiled parts: a byte scanner and the replay's loop. Without a C compiler their Python twins serve."""
+"""The compiled parts: a byte scanner, the cut into phases, the replay's loop. Without a compiler their twins serve."""
 
 from setuptools import Extension, setup
 
@@ -11,7 +11,11 @@ setup(
             py_limited_api=True,
             optional=True,
         )
-        for folder, name in (("analysis/readers", "_scan"), ("analysis/replay", "_replay"))
+        for folder, name in (
+            ("analysis/readers", "_scan"),
+            ("analysis/timeline", "_phases"),
+            ("analysis/replay", "_replay"),
+        )
     ],
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

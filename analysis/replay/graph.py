@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.text.message import text
 from rankscope.errors import NotReplayable
 
@@ -119,7 +120,7 @@ def _replayed(first: Shorts, before: Shorts, duration: Floats) -> Floats:
     if _replay is None:
         return replay_in_python(first, before, duration)
     end = np.empty(len(duration))
-    _replay.replay(len(duration), _at(first), _at(before), _at(duration), _at(end))
+    _replay.replay(len(duration), pointer(first), pointer(before), pointer(duration), pointer(end))
     return end
 
 
@@ -137,7 +138,7 @@ def longest_chain(graph: Graph, end_ns: Ints, last: int) -> Shorts:
     end = np.ascontiguousarray(end_ns, dtype=np.int64)
     if _replay is not None:
         chain: Shorts = np.empty(len(graph), dtype=np.int32)
-        n = _replay.chain(len(graph), last, _at(graph.first), _at(graph.before), _at(end), _at(chain))
+        n = _replay.chain(len(graph), last, pointer(graph.first), pointer(graph.before), pointer(end), pointer(chain))
         found: Shorts = np.flip(chain[:n]).copy()
         return found
     found = [last]
@@ -229,7 +230,7 @@ def _topological(first: Shorts, before: Shorts) -> Shorts:
     n = len(first) - 1
     if _replay is not None:
         order = np.empty(n, dtype=np.int32)
-        return order[: _replay.order(n, _at(first), _at(before), _at(order))]
+        return order[: _replay.order(n, pointer(first), pointer(before), pointer(order))]
     waiting = np.diff(first).tolist()
     followers: list[list[int]] = [[] for _ in range(n)]
     for node, other in zip(np.repeat(np.arange(n), np.diff(first)).tolist(), before.tolist(), strict=True):
@@ -248,8 +249,3 @@ def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:
     of = np.repeat(np.arange(len(first)), count)
     within = np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)
     return np.asarray(first)[of] + within, of
-
-
-def _at(array: NDArray[np.generic]) -> int:
-    """Return the array's address: the limited API that serves every Python has no buffers before 3.11."""
-    return int(array.__array_interface__["data"][0])

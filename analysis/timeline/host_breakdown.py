@@ -14,11 +14,17 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
 from rankscope.collectors.schema import P2P_OPS
+
+try:
+    from rankscope.analysis.timeline import _phases
+except ImportError:  # it was built without a C compiler
+    _phases = None  # type: ignore[assignment]
 
 __all__ = [
     "PARTS",
@@ -53,12 +59,27 @@ _ROWS = 40_000  # of ranks that are cut together: arrays of so many stay in the 
 _MAIN_THREAD = 0
 _IMMEDIATE_NS = 10_000  # a wait that is over sooner found its operation done: it has not blocked
 _TAIL_BLOCKED = 0.75  # least share of the end of backward in which collectives are in flight, if it waits for them
-_COMPUTE = ("forward", "backward", "user")
+# Kinds of regions; where several are true at once the last counts, and between the last two whether it is blocked.
+_LAYERS = (
+    ("forward", "backward", "user"),
+    ("sync",),
+    ("checkpoint",),
+    ("optimizer",),
+    ("compile",),
+    ("input",),
+    ("gc",),
+)
 _LOOK_BACK = 8  # how many collectives back the label of a blocked span is looked for
 
 # Labels of time that no region covers.
 FORWARD, BEFORE_FORWARD, AFTER_FORWARD = "forward", "before forward", "after forward"
 AFTER_BACKWARD, AFTER_OPTIMIZER, NO_REGION = "after backward", "after the optimizer", "no region"
+# The numbers that _phases.c has for these are their positions here.
+_PLACES = (NO_REGION, FORWARD, BEFORE_FORWARD, AFTER_FORWARD, AFTER_BACKWARD, AFTER_OPTIMIZER)
+_SWEPT_PARTS = (
+    *("compute", "overlapped", "other", "checkpoint", "optimizer", "compile", "input", "gc"),
+    *("wait", "bubble", "transfer", "unsplit"),
+)
 
 Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
 Bools = NDArray[np.bool_]
@@ -108,7 +129,9 @@ class _Ranks:
     offset: Ints  # of each step, which made its rank's times keys
     first: Ints  # positions of the ranks' first and last steps
     last: Ints
-    kinds: dict[str, Spans]
+    regions: Spans
+    kind: Ints  # of each region, a position in `kinds`
+    kinds: list[str]
     calls: Spans  # label is the operation
     issued: Ints
     last_arrival: Ints  # until when peers were missing; the arrival where that is not known
@@ -116,6 +139,9 @@ class _Ranks:
     ended: Bools
     p2p: Bools
     blocking: Bools  # the call itself held the main thread
+
+    def of_kind(self, kind: str) -> Spans:
+        return self.regions.where(self.kind == (self.kinds.index(kind) if kind in self.kinds else _NOBODY))
 
     def rows(self, cut: tuple[Ints, Ints, Ints, Ints, Ints]) -> tuple[Ints, ...]:
         """Return rank, step, part, label, start and end of phases, on the ranks' own times."""
@@ -139,12 +165,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     labels = sorted(
         {
             *PARTS,
-            FORWARD,
-            BEFORE_FORWARD,
-            AFTER_FORWARD,
-            AFTER_BACKWARD,
-            AFTER_OPTIMIZER,
-            NO_REGION,
+            *_PLACES,
             *regions["name"].unique().to_list(),
             *collectives["op"].unique().to_list(),
         }
@@ -289,7 +310,9 @@ def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame], kinds: list[str]) -> _
         offset=of_steps,
         first=new,
         last=np.append(new[1:], len(steps)) - 1,
-        kinds={kinds[code]: spans.where(kind == code) for code in np.unique(kind).tolist()},
+        regions=spans,
+        kind=kind,
+        kinds=kinds,
         calls=Spans(starts, ends, collectives["_label"].to_numpy()),
         issued=issued,
         last_arrival=last_arrival,
@@ -302,12 +325,47 @@ def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame], kinds: list[str]) -> _
 
 def _cut(ranks: _Ranks, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Position of the step, position in PARTS, label, start and end of each phase of these ranks."""
-    none = Spans(*(np.empty(0, np.int64),) * 3)
-    of = {
-        kind: ranks.kinds.get(kind, none)
-        for kind in (*_COMPUTE, "sync", "checkpoint", "gc", "input", "compile", "optimizer", "wait")
-    }
-    blocked = _blocked(ranks, of["wait"], of["backward"])
+    blocked = _blocked(ranks, ranks.of_kind("wait"), ranks.of_kind("backward"))
+    last = [_last_in_step(ranks, ranks.of_kind(kind).start) for kind in ("forward", "backward", "optimizer")]
+    return (cut_in_python if _phases is None else _swept)(ranks, code, blocked, last)
+
+
+def _swept(
+    ranks: _Ranks, code: dict[str, int], blocked: Spans, last: list[Ints]
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return what `cut_in_python` does, by the compiled sweep."""
+    layer = np.full(len(ranks.kinds) + 1, _NOBODY, np.int8)
+    for number, kinds in enumerate(_LAYERS):
+        layer[[ranks.kinds.index(kind) for kind in kinds if kind in ranks.kinds]] = number
+    calls, regions = ranks.calls, ranks.regions
+    state = ranks.ended.astype(np.uint8) + 2 * ranks.split.astype(np.uint8) + 4 * ranks.p2p.astype(np.uint8)
+    rows = 2 * (len(ranks.step_start) + len(regions.start) + len(blocked.start)) + 3 * len(calls.start)
+    phases = [np.empty(rows, dtype) for dtype in (np.int32, np.int8, np.int32, np.int64, np.int64)]
+    columns = (
+        (ranks.first, ranks.last, ranks.step_start, ranks.step_end, *last),
+        (regions.start, regions.end, regions.label, layer[ranks.kind]),
+        (calls.start, calls.end, calls.label, ranks.last_arrival, state),
+        (blocked.start, blocked.end, blocked.label),
+    )
+    given = [[np.ascontiguousarray(column) for column in table] for table in columns]
+    words = [np.array([PARTS.index(part) for part in _SWEPT_PARTS]), np.array([code[label] for label in _PLACES])]
+    found = _phases.cut(
+        *(at for table in given for at in (len(table[0]), *map(pointer, table))), *map(pointer, words + phases)
+    )
+    step, part, label, start, end = (column[:found] for column in phases)
+    return step, part, label, start, end
+
+
+def cut_in_python(
+    ranks: _Ranks, code: dict[str, int], blocked: Spans, last: list[Ints]
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """Return the same without a compiler: what the fast one is held against.
+
+    `blocked` are spans in which main threads were blocked on communication; `last` says when the last forward, backward
+    and optimizer of each step begin, -1 where there is none.
+    """
+    of = {kind: ranks.of_kind(kind) for kinds in _LAYERS for kind in kinds}
+    compute = _LAYERS[0]
     edges = [
         ranks.step_start,
         ranks.step_end,
@@ -324,10 +382,7 @@ def _cut(ranks: _Ranks, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, I
 
     part = np.full(len(grid.start), PARTS.index("other"))
     label = np.full(len(grid.start), code[NO_REGION])
-    last_backward = _last_in_step(ranks, of["backward"].start)
-    last_optimizer = _last_in_step(ranks, of["optimizer"].start)
-    last_forward = _last_in_step(ranks, of["forward"].start)
-
+    last_forward, last_backward, last_optimizer = last
     after_backward = (last_backward[step] >= 0) & (grid.start >= last_backward[step])
     label[after_backward & (grid.start < last_optimizer[step])] = code[AFTER_BACKWARD]
     label[(last_optimizer[step] >= 0) & (grid.start >= last_optimizer[step])] = code[AFTER_OPTIMIZER]
@@ -342,7 +397,7 @@ def _cut(ranks: _Ranks, code: dict[str, int]) -> tuple[Ints, Ints, Ints, Ints, I
         label[where] = spans.innermost(grid.start[where], otherwise=code[name])
 
     in_flight = grid.covered(ranks.calls.where(ranks.ended)) & ~grid.between
-    paint("compute", _merged([of[kind] for kind in _COMPUTE]))
+    paint("compute", _merged([of[kind] for kind in compute]))
     part[(part == PARTS.index("compute")) & in_flight] = PARTS.index("overlapped")
     paint("other", of["sync"])
     for name in ("checkpoint", "optimizer", "compile", "input"):

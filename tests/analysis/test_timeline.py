@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import record
 from rankscope.analysis.metrics.step_matrix import estimate_of_pieces, step_grid
 from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.timeline import host_breakdown
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.analysis.timeline.clocks import apply_clocks, fit_clocks
 from rankscope.analysis.timeline.host_breakdown import PARTS, InvariantError, breakdown, check_phases, phases
 from rankscope.analysis.timeline.steps import agreement, find_steps, judge, renumber
 from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import REGION_KINDS
+from simulate import Job, healthy_resources, run
 from support.rows import collectives, matched, regions, step_spans, table
 from support.run_folder import COLLECTIVE, REGION, write, write_rank, write_run
 
@@ -489,6 +494,61 @@ def test_parts_sum_to_the_step_whatever_the_intervals(region_rows, calls, length
     table = breakdown(cut, steps)
     assert table["part"].to_list() == list(PARTS) * len(lengths)
     assert table.group_by("step").agg(pl.col("ns").sum()).sort("step")["ns"].to_list() == lengths
+
+
+compiled = pytest.mark.skipif(host_breakdown._phases is None, reason="it was built without a C compiler")
+
+
+def cut_twice(steps, rows, calls):
+    """Phases by the compiled sweep and by its twin."""
+    swept = phases(steps, rows, calls)
+    with mock.patch.object(host_breakdown, "_phases", None):
+        return swept, phases(steps, rows, calls)
+
+
+def nesting(rows):
+    """Rows whose spans do not cross those before them, as of one thread."""
+    kept = []
+    for rank, kind, start, end in rows:
+        if all(
+            r != rank or (a <= start and end <= b) or (start <= a and b <= end) or end <= a or b <= start
+            for r, _, a, b in kept
+        ) and (rank, start, end) not in [(r, a, b) for r, _, a, b in kept]:
+            kept.append((rank, kind, start, end))
+    return kept
+
+
+@compiled
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), kinds, spans), max_size=24),
+    st.lists(st.tuples(spans, spans, st.booleans()), max_size=12),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_compiled_sweep_and_its_python_twin_agree(region_rows, calls, lengths):
+    us = 10_000  # ns: a shorter wait did not block
+    edges = np.cumsum([0, *lengths]) * us
+    steps = step_spans(*((r, i, int(edges[i]), int(edges[i + 1])) for r in (0, 1) for i in range(len(lengths))))
+    rows = regions(*nesting((rank, kind, us * a, us * b) for rank, kind, (a, b) in region_rows))
+    ops = ("allreduce", "send", "allgather")
+    both = [
+        (r, n, us * at[r][0], us * at[r][1], ops[n % 3]) for n, (*at, peer) in enumerate(calls) for r in range(1 + peer)
+    ]
+    swept, twin = cut_twice(steps, rows, matched(collectives(*both)))
+    check_phases(swept, steps)
+    assert swept.equals(twin)
+
+
+@compiled
+@pytest.mark.parametrize("parallel", ["3d", "pp-1f1b"])
+def test_compiled_sweep_and_its_python_twin_agree_on_a_job(parallel, tmp_path):
+    job = Job(parallel=parallel, ranks=16, steps=6, seed=1, nic_bytes_per_s=20e9)
+    timeline = build_timeline(Trace.open(record.write(run(job, healthy_resources(job)), tmp_path / "run")))
+    ended = timeline.collectives.filter(pl.col("wait_ns").is_not_null())
+    swept, twin = cut_twice(timeline.steps, timeline.regions, timeline.collectives)
+    assert len(ended) > 100
+    assert swept.equals(twin)
+    assert swept.equals(timeline.phases)
 
 
 @pytest.mark.parametrize(
