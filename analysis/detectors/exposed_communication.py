@@ -62,6 +62,7 @@ from rankscope.analysis.metrics.step_matrix import (
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
+from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -390,18 +391,16 @@ def _spans(
     inside = (
         phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(ops)))
         .drop("label")
-        .join(window, on=["rank", "step"])
+        .join(window, on=["rank", "step"], maintain_order="left")
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
     )
-    worked = inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))
-    # What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
     length, by_step = pl.col("end_ns") - pl.col("start_ns"), ["rank", "step"]
-    nearly_all = length.cum_sum().over(by_step) >= _NEARLY_ALL * length.sum().over(by_step)
-    computed = worked.sort("start_ns").filter(nearly_all).group_by(by_step).agg(computed_ns=pl.col("end_ns").min())
-    window = window.join(computed, on=by_step)
-    exposed = inside.join(window.select("rank", "step", "computed_ns"), on=["rank", "step"]).filter(
-        ~is_work, pl.col("start_ns") >= pl.col("computed_ns")
+    window = window.join(_computed(inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))), on=by_step)
+    exposed = (
+        inside.filter(~is_work)
+        .join(window.select("rank", "step", "computed_ns"), on=by_step)
+        .filter(pl.col("start_ns") >= pl.col("computed_ns"))
     )
     hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
     per_step = (
@@ -418,6 +417,23 @@ def _spans(
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
     spans = {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
     return grid, exposed, spans, 2 * int(window["alone"].sum()) > len(window)
+
+
+def _computed(worked: pl.DataFrame) -> pl.DataFrame:
+    """(rank, step, computed_ns): when each rank had computed nearly all of the step's backward, by its phases.
+
+    What little comes after the last transfer (copies into the gradients) is not what buckets could hide behind.
+    """
+    if worked.is_empty():
+        return worked.select("rank", "step", computed_ns="end_ns")
+    ordered = in_order(worked, "rank", "start_ns")
+    rank, step, start, end = (ordered[column].to_numpy() for column in ("rank", "step", "start_ns", "end_ns"))
+    first = np.flatnonzero(np.append(True, (np.diff(rank) != 0) | (np.diff(step) != 0)))
+    done, times = np.cumsum(end - start), np.diff(first, append=len(end))
+    before, all_ns = done[first] - (end - start)[first], np.add.reduceat(end - start, first)
+    is_late = done - np.repeat(before, times) >= _NEARLY_ALL * np.repeat(all_ns, times)
+    computed = np.minimum.reduceat(np.where(is_late, end, np.iinfo(np.int64).max), first)
+    return ordered[first].select("rank", "step", computed_ns=pl.Series(computed))
 
 
 def _hidden(collectives: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:

@@ -101,17 +101,21 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int
 
 def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Return reduce-scatters within nodes, and the operations between nodes that follow them with what they left."""
-    reducing = rows.filter(pl.col("op").str.contains("^(allreduce|reduce_scatter)"))
-    rows = reducing.join(nodes, on="group_id").sort("begin_ns")
+    within = nodes.filter(pl.col("nodes") == 1)["group_id"].implode()
     scatters = rows.filter(
+        pl.col("group_id").is_in(within),
         pl.col("op").str.starts_with("reduce_scatter"),
-        pl.col("nodes") == 1,
         pl.col("group_size") > 1,
         pl.col("size_bytes") >= min_bytes,
-    )
-    reduces = rows.filter(
-        pl.col("nodes") > 1,
-        pl.col("nodes") == pl.col("group_size"),
+    ).sort("begin_ns")
+    if scatters.is_empty():
+        return scatters, scatters
+    between = nodes.filter(pl.col("nodes") > 1)
+    reduces = (
+        rows.filter(pl.col("op").str.contains("^(allreduce|reduce_scatter)"))
+        .join(between, on="group_id")
+        .filter(pl.col("nodes") == pl.col("group_size"))
+        .sort("begin_ns")
     )
     left = scatters.select(
         "rank", "step", "begin_ns", scatter="instance_id", left=pl.col("size_bytes") / pl.col("group_size")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.once import once
+
 __all__ = [
     "ATTAINABLE",
     "LINKS",
@@ -122,6 +124,7 @@ def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping
     return links(counters, addresses, *judged.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0))
 
 
+@once
 def nodes_of_groups(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """On how many `nodes` the ranks of each `group_id` run."""
     members = collectives.select("rank", "group_id").unique()

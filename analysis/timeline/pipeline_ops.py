@@ -59,8 +59,10 @@ def stage_ops(
     before the first of these: so the receive ends there, and so does its send, since it is unknown when the data
     reached a busy device.
     """
-    computed = _computations(regions, collectives, phases) if marks.is_empty() else _marked(regions, marks)
     nothing = pl.DataFrame(schema=schema_of("ops"))
+    if regions.filter(_OF_SCHEDULE).is_empty():
+        return nothing, []
+    computed = _computations(regions, collectives, phases) if marks.is_empty() else _marked(regions, marks)
     if computed.is_empty():
         return nothing, []
     try:

@@ -357,11 +357,10 @@ def _anchor_ends(regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFra
     runs = optimizers.join(_anchors(optimizers), on=["rank", "name"]).sort("rank", "end_ns")
     since = pl.col("end_ns").shift(1).over("rank").fill_null(_NEVER)
     for name, work in (("_backward", regions.filter(pl.col("kind") == "backward")), ("_called", collectives)):
-        seen = work.select("rank", "start_ns", pl.col("start_ns").alias(name)).sort("start_ns")
-        runs = runs.sort("start_ns").join_asof(seen, on="start_ns", by="rank", check_sortedness=False)
+        begun = last_begun(work, runs["rank"], runs["start_ns"])
+        runs = runs.with_columns(work["start_ns"].extend_constant(None, 1)[begun].alias(name))
     runs = (
-        runs.sort("rank", "end_ns")
-        .with_columns((pl.col("_backward") > since).fill_null(False), (pl.col("_called") > since).fill_null(False))
+        runs.with_columns((pl.col("_backward") > since).fill_null(False), (pl.col("_called") > since).fill_null(False))
         .with_columns((pl.col("_backward") | pl.col("_called")).cum_sum().over("rank").alias("_series"))
         .with_columns(
             pl.len().over("rank", "_series").alias("_runs"), pl.col("_backward").first().over("rank", "_series")
