@@ -162,10 +162,12 @@ class StoredRows:
             return at_ns
 
         # Of parts that follow each other these and one on either side, since their times overlap a little.
-        first = bisect_left(range(len(parts)), begin_ns, key=lambda number: middle_ns(number))
-        last = bisect_right(range(len(parts)), end_ns, key=lambda number: middle_ns(number))
+        numbers = range(len(parts))
+        if len(parts) > 1:
+            first, last = bisect_left(numbers, begin_ns, key=middle_ns), bisect_right(numbers, end_ns, key=middle_ns)
+            numbers = numbers[max(first - 1, 0) : last + 1]
         found = []
-        for part in parts[max(first - 1, 0) : last + 1]:
+        for part in (parts[number] for number in numbers):
             rows, problem = read_rows(part.path, closed=self._is_closed(part), within=Within(order, begin_ns, end_ns))
             found.append((part, rows, problem))
         return found
