@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 import polars as pl
+import polars.selectors as cs
 
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
@@ -15,6 +16,11 @@ from rankscope.analysis.timeline.rank_keys import RankKeys
 __all__ = ["by_group", "held_up", "is_awaited", "is_bounded", "kind_of_group", "spent", "with_exposed"]
 
 _LISTED = 20
+# Of each operation, what is asked of those that have a wait: copying all of their columns would take twice as much.
+_OF_OPERATION = (
+    *("rank", "step", "start_ns", "issued_ns", "end_ns", "device_start_ns", "transfer_ns", "wait_ns"),
+    *("group_id", "group", "group_size", "op", "dtype", "size_bytes", "instance_id"),
+)
 _SHOWN_AS = {  # part of the breakdown -> what it is of a group's communication
     "transfer": "exposed_ns",
     "wait": "wait_ns",
@@ -58,6 +64,8 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
 def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     """Return the rows of `collectives` that have a wait, by rank and by when their transfer begins, with two columns.
 
+    Of the table's columns those of `_OF_OPERATION`.
+
     `begin_ns` is when the last rank had arrived; `exposed_ns` for how long the rank waited while it transferred.
     Of transfers at once the one that began first counts, then what is left of the next, so that a rank's rows sum to no
     more than its part `transfer`. Where only the devices' waits are known, they begin with the wait.
@@ -67,6 +75,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
     arrival = pl.coalesce("device_start_ns", "start_ns")
     rows = (
         collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
+        .select(cs.by_name(*_OF_OPERATION, require_all=False))
         .with_columns(begin_ns=arrival + pl.col("wait_ns"))
         .sort("rank", "begin_ns", "end_ns")
     )
