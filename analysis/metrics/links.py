@@ -158,11 +158,13 @@ def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:
     return dict(known.filter(pl.col("unknown") == 0).sort("node").select("node", "speed").iter_rows())
 
 
+@once
 def busy_links(links: pl.DataFrame) -> pl.DataFrame:
     """Return the directions that sent enough to measure their bandwidth."""
     return links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
 
 
+@once
 def pair_rates(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
     """Return the slower direction's rate for each pair of nodes."""
     pairs: dict[tuple[int, int], float] = {}
