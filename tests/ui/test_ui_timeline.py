@@ -561,7 +561,10 @@ def screen(browser: Any, address: str) -> Iterator[Screen]:
 def opened(browser: Any, address: str) -> Iterator[Screen]:
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     shown = Screen(page, address)
-    page.get_by_label("counters").set_checked(False)  # they come later than the lanes, and where few, below each rank
+    counters = page.get_by_label("counters")
+    counters.wait_for()  # they come later than the lanes, and where few, below each rank
+    if counters.is_checked():
+        counters.press("Space")  # what stands beside it still changes: a click may miss it
     shown.do(lambda: page.get_by_role("button", name="whole run").click())
     yield shown
     page.close()
