@@ -526,16 +526,19 @@ def nesting(rows):
     st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0, 0, 7])), min_size=1, max_size=4),
 )
 def test_compiled_sweep_and_its_python_twin_agree(region_rows, calls, lengths_and_gaps):
-    us = 10_000  # ns: a shorter wait did not block
+    unit = 10_000  # ns: a shorter wait did not block
     begin = np.cumsum([0, *(sum(step) for step in lengths_and_gaps)])
     spans_of_steps = [
-        (us * int(at), us * (int(at) + ms)) for at, (ms, _) in zip(begin[:-1], lengths_and_gaps, strict=True)
+        (unit * int(at), unit * (int(at) + length))
+        for at, (length, _) in zip(begin[:-1], lengths_and_gaps, strict=True)
     ]
     steps = step_spans(*((r, i, *span) for r in (0, 1) for i, span in enumerate(spans_of_steps)))
-    rows = regions(*nesting((rank, kind, us * a, us * b) for rank, kind, (a, b) in region_rows))
+    rows = regions(*nesting((rank, kind, unit * a, unit * b) for rank, kind, (a, b) in region_rows))
     ops = ("allreduce", "send", "allgather")
     both = [
-        (r, n, us * at[r][0], us * at[r][1], ops[n % 3]) for n, (*at, peer) in enumerate(calls) for r in range(1 + peer)
+        (r, n, unit * at[r][0], unit * at[r][1], ops[n % 3])
+        for n, (*at, peer) in enumerate(calls)
+        for r in range(1 + peer)
     ]
     swept, twin = cut_twice(steps, rows, matched(collectives(*both)))
     check_phases(swept, steps)

@@ -565,6 +565,7 @@ def opened(browser: Any, address: str) -> Iterator[Screen]:
     counters.wait_for()  # they come later than the lanes, and where few, below each rank
     if counters.is_checked():
         counters.press("Space")  # what stands beside it still changes: a click may miss it
+    assert not counters.is_checked()
     shown.do(lambda: page.get_by_role("button", name="whole run").click())
     yield shown
     page.close()
