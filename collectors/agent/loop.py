@@ -44,8 +44,10 @@ from rankscope.errors import BadInput
 
 __all__ = ["Agent", "Options", "main"]
 
-LOOK_NS = 200_000_000  # whether a ring is filling; a rank that writes little is read with each flush
-FLUSH_NS = 1_000_000_000
+LOOK_NS = 500_000_000  # whether a ring is filling; a rank that writes little is read once a second
+BUSY_LOOK_NS = 200_000_000  # of ranks that write much
+READ_NS = 1_000_000_000
+WRITE_NS = 2_000_000_000
 ANCHOR_NS = 10_000_000_000
 RETAIN_NS = 5_000_000_000
 LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
@@ -87,7 +89,7 @@ class Agent:
         self._terminated = False
         self._is_closing = False
         self._started_ns = clock()
-        self._due_ns = {"look": 0, "flush": 0, "anchor": 0, "retain": 0}
+        self._due_ns = {"look": 0, "read": 0, "write": 0, "anchor": 0, "retain": 0}
         self._last_rank_ns: int | None = None
         self._callers: set[int] = set()  # processes that have asked whether there is an agent, and have not ended
         keep_bytes = usual_bytes(options.out) if options.keep_bytes is None else options.keep_bytes
@@ -153,30 +155,36 @@ class Agent:
         return True
 
     def _work(self) -> None:
-        if self._is_due("look", LOOK_NS):
-            for _, rank in self._connections.ranks():
+        ranks = [rank for _, rank in self._connections.ranks()]
+        if self._is_due("look", BUSY_LOOK_NS if any(rank.is_busy for rank in ranks) else LOOK_NS):
+            for rank in ranks:
                 if rank.is_filling:
                     rank.read()
         if not self._node.has_begun:
             return
         if self._is_due("anchor", ANCHOR_NS):
             self._node.add_exchange(NO_PEER, clock_ping.unix_anchor())
-        if self._is_due("flush", FLUSH_NS):
-            self._flush()
+        if self._is_due("read", READ_NS):
+            self._read()
 
-    def _flush(self) -> None:
+    def _read(self) -> None:
         if self._run.gone:
             self._terminated = True
             return
         self._peers.number_alone()
-        for connection, rank in self._connections.ranks():
+        for _, rank in self._connections.ranks():
             rank.read()
             if rank.progress and self._gets_windows(rank):
                 self._windows.advance(rank.rank, rank.progress)
+        self._windows.work(self._node.index)
+        if self._is_due("write", WRITE_NS):
+            self._write()
+
+    def _write(self) -> None:
+        for connection, rank in self._connections.ranks():
             if connection.flight:
                 rank.take_flight(connection.flight)
             rank.flush()
-        self._windows.work(self._node.index)
         self._take_samples()
         self._peers.take()
         self._take_ras()
@@ -362,8 +370,10 @@ class Agent:
     def _take_samples(self) -> None:
         if self._sampler.topology and "topology" not in self._state.said:
             self._state.publish(topology=self._sampler.topology)
+        readings = []
         while not self._sampler.readings.empty():
-            self._node.add_samples(*self._sampler.readings.get())
+            readings.append(self._sampler.readings.get())
+        self._node.add_samples(readings)
         self._sampler.report_hanging()
         while not self._sampler.gaps.empty():
             source, why, time_ns = self._sampler.gaps.get()

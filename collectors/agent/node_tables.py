@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-import numpy as np
-
 from rankscope.collectors.agent import clock_ping
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.agent.run_state import RunState, file_of
@@ -64,10 +62,11 @@ class Node:
         if self._tables:
             self._tables.gap(table, why, source=source, start_ns=clock(), count=count)
 
-    def add_samples(self, time_ns: int, samples: list[Sample]) -> None:
+    def add_samples(self, readings: list[tuple[int, list[Sample]]]) -> None:
         """One row of `counters` per sample. Raises ValueError or TypeError if a value is not a number."""
+        samples = [sample for _, taken in readings for sample in taken]
         columns = {
-            "time_ns": np.full(len(samples), time_ns),
+            "time_ns": [time_ns for time_ns, taken in readings for _ in taken],
             "source_id": [self._id(source) for source, _, _, _ in samples],
             "name_id": [self._id(name) for _, name, _, _ in samples],
             "device_id": [self._id(device) for _, _, device, _ in samples],

@@ -45,6 +45,7 @@ class RankTables:
         self._threads = Threads(hello.main_thread)
         self._records: list[Records] = []
         self._flushed_ns = clock()
+        self._last_read = 0  # records
         self.heard_ns: int | None = None  # when its last record came, once it has communicated
         self.progress: Progress | None = None  # as it last said
         names = ("hostname", "device", "torch", "python", "command", "start_ns", "local_rank", "world_size", "pid")
@@ -74,8 +75,14 @@ class RankTables:
         """Whether a ring should be read before it is time to."""
         return any(ring.is_filling for ring, _ in self._rings)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether the rank writes so much that its rings should be looked at often."""
+        return self._last_read > RING_SLOTS // 32
+
     def read(self, *, last: bool = False) -> None:
         """Read the rings as far as they go."""
+        self._last_read = 0
         self._guard(lambda: self._read(last))
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
@@ -94,6 +101,7 @@ class RankTables:
         for ring, _ in self._rings:
             records = ring.read(clock(), last=last)
             if len(records):
+                self._last_read += len(records)
                 self._records.append(records)
                 self.progress = progress_in(records) or self.progress
                 of_job = records["type"] != RecordType.SAMPLE  # those come as long as the process lives

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample, read
 from rankscope.errors import Unavailable
 
 _SECTOR_BYTES = 512  # whatever the disk's own are
@@ -26,7 +26,11 @@ _COLUMNS = {
 }
 
 
+_is_one: dict[str, bool] = {}  # of what the kernel lists: a disk, not a part of one, or made of others
+
+
 def start(node: Node) -> None:
+    _is_one.clear()
     if not any(_disks(node)):
         raise Unavailable("this node shows no disk of its own")
 
@@ -43,12 +47,14 @@ def stop() -> None:
 
 def _disks(node: Node) -> Iterator[tuple[str, list[str]]]:
     try:
-        lines = (node.proc / "diskstats").read_text().splitlines()
+        lines = read(f"{node.proc}/diskstats").splitlines()
     except OSError:
         return
     for line in lines:
         _, _, disk, *numbers = line.split()
-        if (node.sys / "block" / disk.replace("/", "!") / "device").exists():
+        if disk not in _is_one:
+            _is_one[disk] = (node.sys / "block" / disk.replace("/", "!") / "device").exists()
+        if _is_one[disk]:
             yield disk, numbers
 
 

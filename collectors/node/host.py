@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample, read
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -92,16 +92,16 @@ def _processors() -> Iterator[tuple[str, float]]:
 
 
 def _memory(node: Node) -> Iterator[tuple[str, float]]:
-    kib = dict(line.split()[:2] for line in (node.proc / "meminfo").read_text().splitlines())
+    kib = dict(line.split()[:2] for line in read(f"{node.proc}/meminfo").splitlines())
     yield "memory_available_bytes", float(kib["MemAvailable:"]) * 1024
     yield "swap_used_bytes", (float(kib["SwapTotal:"]) - float(kib["SwapFree:"])) * 1024
-    for line in (node.proc / "vmstat").read_text().splitlines():
-        name, value = line.split()
-        if name in _VMSTAT:
-            known_as, unit = _VMSTAT[name]
-            yield known_as, float(value) * unit
+    vmstat = "\n" + read(f"{node.proc}/vmstat")  # some 200 lines
+    for name, (known_as, unit) in _VMSTAT.items():
+        _, found, rest = vmstat.partition(f"\n{name} ")
+        if found:
+            yield known_as, float(rest.split(None, 1)[0]) * unit
     try:
-        pressure = (node.proc / "pressure" / "memory").read_text()
+        pressure = read(f"{node.proc}/pressure/memory")
     except OSError:
         return  # not every kernel has it
     _, found, rest = pressure.partition("full ")
@@ -110,10 +110,10 @@ def _memory(node: Node) -> Iterator[tuple[str, float]]:
 
 
 def _process(node: Node, pid: int, main_tid: int) -> Iterator[tuple[str, float]]:
-    main = node.proc / str(pid) if main_tid == pid else node.proc / str(pid) / "task" / str(main_tid)
+    main = f"{node.proc}/{pid}" if main_tid == pid else f"{node.proc}/{pid}/task/{main_tid}"
     try:
-        stat = (node.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        status = (main / "status").read_text()
+        stat = read(f"{node.proc}/{pid}/stat").rpartition(")")[2].split()
+        status = read(f"{main}/status")
     except OSError:
         return  # the rank is gone
     yield "cpu_s", (int(stat[_UTIME]) + int(stat[_STIME])) / _TICKS_PER_S
@@ -125,10 +125,10 @@ def _process(node: Node, pid: int, main_tid: int) -> Iterator[tuple[str, float]]
     yield from _scheduling(node, pid, main)
 
 
-def _scheduling(node: Node, pid: int, main: Path) -> Iterator[tuple[str, float]]:
+def _scheduling(node: Node, pid: int, main: str) -> Iterator[tuple[str, float]]:
     """How long the process's main thread waited for a processor, and its group was throttled, where known."""
     try:
-        yield "main_thread_queued_s", int((main / "schedstat").read_text().split()[1]) * 1e-9
+        yield "main_thread_queued_s", int(read(f"{main}/schedstat").split()[1]) * 1e-9
         if pid not in _limit_of:
             limit = _tightest(node, str(pid))
             _limit_of[pid] = limit if _limit is None or limit is None or limit.folder != _limit.folder else None
@@ -150,7 +150,7 @@ def _throttling() -> Iterator[tuple[str, float]]:
 
 
 def _cpu_stat(limit: _Limit) -> dict[str, str]:
-    return dict(line.split() for line in (limit.folder / "cpu.stat").read_text().splitlines())
+    return dict(line.split() for line in read(f"{limit.folder}/cpu.stat").splitlines())
 
 
 def _throttled_s(limit: _Limit, stat: dict[str, str]) -> float:

@@ -9,9 +9,10 @@ Source: `/proc/net/dev`, `/sys/class/net`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample, read
 from rankscope.errors import Unavailable
 
 MAX_INTERFACES = 64
@@ -28,11 +29,13 @@ _COLUMNS = {
 }
 
 _reported = False
+_is_bare: dict[str, bool] = {}  # virtual; a bond, a VLAN or a bridge has a type, and the speed of what is below it
 
 
 def start(node: Node) -> None:
     global _reported
     _reported = False
+    _is_bare.clear()
     if not (node.proc / "net" / "dev").exists():
         raise Unavailable("there is no /proc/net/dev")
 
@@ -53,7 +56,7 @@ def stop() -> None:
 
 
 def _interfaces(node: Node) -> Iterator[tuple[str, list[str]]]:
-    for line in (node.proc / "net" / "dev").read_text().splitlines()[2:]:
+    for line in read(f"{node.proc}/net/dev").splitlines()[2:]:
         interface, _, rest = line.partition(":")
         numbers = rest.split()
         carried = numbers[_COLUMNS["rx_bytes"]] != "0" or numbers[_COLUMNS["tx_bytes"]] != "0"
@@ -62,11 +65,14 @@ def _interfaces(node: Node) -> Iterator[tuple[str, list[str]]]:
 
 
 def _speed_bytes_per_s(node: Node, interface: str) -> float | None:
-    about = node.sys / "class" / "net" / interface
+    about = f"{node.sys}/class/net/{interface}"
     try:
-        if "/devices/virtual/" in str(about.resolve()) and "DEVTYPE=" not in (about / "uevent").read_text():
-            return None  # a bond, a VLAN or a bridge has a type, and the speed of what is below it
-        megabits = int((about / "speed").read_text())
+        if interface not in _is_bare:
+            is_virtual = "/devices/virtual/" in os.path.realpath(about)
+            _is_bare[interface] = is_virtual and "DEVTYPE=" not in read(f"{about}/uevent")
+        if _is_bare[interface]:
+            return None
+        megabits = int(read(f"{about}/speed"))
     except (OSError, ValueError):  # virtual interfaces answer with an error
         return None
     return megabits * 1e6 / 8 if megabits > 0 else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rankscope.collectors.node import Collector, Node, Sample
+from rankscope.collectors.node import Collector, Node, Sample, read
 from rankscope.errors import Unavailable
 
 _LINES = {("cpu", "some"), ("io", "some"), ("io", "full"), ("memory", "some")}
@@ -33,7 +33,7 @@ def stop() -> None:
 def _samples(node: Node) -> Iterator[Sample]:
     for resource in _RESOURCES:
         try:
-            lines = (node.proc / "pressure" / resource).read_text().splitlines()
+            lines = read(f"{node.proc}/pressure/{resource}").splitlines()
         except OSError:  # not built in, or switched off: reading fails with EOPNOTSUPP
             continue
         for line in lines:

@@ -26,13 +26,13 @@ MAX_PAIRS = 256
 OWNERS_EVERY_S = 5.0
 
 _NETLINK_SOCK_DIAG = 4
-_SOCK_DIAG_BY_FAMILY = 20
+_TCPDIAG_GETSOCK = 18  # as ss asks: one walk over the kernel's table gives IPv4 and IPv6
 _NLM_F_DUMP = 0x301  # request, root, match
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _INET_DIAG_INFO = 2
 _STATES = 1 << 1 | 1 << 8  # ESTABLISHED, CLOSE_WAIT: the others have no owner any more
 _HEADER = struct.Struct("=IHHII")
-_REQUEST = struct.Struct("=BBBxI48x")
+_REQUEST = struct.Struct("=3xB48xI4x")  # extensions, states; any family
 _MESSAGE = struct.Struct("=BBBB2s2s16s16s12xIIIII")  # family … ports, addresses … expires, queues, uid, inode
 _ATTRIBUTE = struct.Struct("=HH")
 _INFO = struct.Struct("=8x24I4Q6I4Q2I2Q4I")  # tcp_info up to tcpi_snd_wnd; older kernels end earlier, with 0 here
@@ -76,7 +76,7 @@ def start(node: Node) -> None:  # noqa: ARG001
         channel = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG)
         channel.settimeout(1)
         _state = _Connections(channel)
-        list(_dump(channel, socket.AF_INET))
+        list(_dump(channel))
     except OSError as error:
         stop()
         raise Unavailable(f"the kernel does not report TCP connections: {error}") from None
@@ -85,10 +85,7 @@ def start(node: Node) -> None:  # noqa: ARG001
 def sample(node: Node) -> Iterator[Sample]:
     assert _state is not None
     sockets = {
-        inode: (address, info)
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for inode, address, info in _dump(_state.channel, family)
-        if address not in node.addresses
+        inode: (address, info) for inode, address, info in _dump(_state.channel) if address not in node.addresses
     }
     _find_owners(_state, node, sockets.keys())
     by_pair: dict[Pair, list[int]] = {}
@@ -170,11 +167,11 @@ def _socket_inodes(node: Node, pid: int) -> Iterator[int]:
             yield int(target[8:-1])
 
 
-def _dump(channel: socket.socket, family: int) -> Iterator[tuple[int, str, Info]]:
+def _dump(channel: socket.socket) -> Iterator[tuple[int, str, Info]]:
     """Inode, remote address and `tcp_info` of every connected socket of the network namespace. Raises OSError."""
     sequence = time.monotonic_ns() & 0xFFFFFFFF  # answers to an earlier question, given up on, are skipped
-    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), _STATES)
-    channel.send(_HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_DUMP, sequence, 0) + request)
+    request = _REQUEST.pack(1 << (_INET_DIAG_INFO - 1), _STATES)
+    channel.send(_HEADER.pack(_HEADER.size + len(request), _TCPDIAG_GETSOCK, _NLM_F_DUMP, sequence, 0) + request)
     while True:
         packet = channel.recv(1 << 16)
         start = 0

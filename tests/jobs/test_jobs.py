@@ -313,7 +313,7 @@ def test_job_outlives_its_agent(undisturbed, tmp_path, hook):
     assert undisturbed.stdout in job.stdout
     step_ns = 300 * MS
     for rank in (0, 1):
-        assert killed_ns - last_record_ns(job.run, rank) < 1000 * MS + step_ns
+        assert killed_ns - last_record_ns(job.run, rank) < 2000 * MS + step_ns
     assert any("agent" in gap["why"] for gap in job.report["gaps"])
 
 
