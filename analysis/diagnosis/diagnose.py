@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.stretches import with_whole_run
+from rankscope.analysis.diagnosis.stretches import whole_run
 from rankscope.analysis.model.address import PathLike
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.runs.trace import Trace
@@ -19,8 +20,9 @@ _READINGS = 3
 
 def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
     """Diagnose a run. The report lists what was not seen; a failing detector does not affect the rest."""
-    timeline = build_timeline(trace)
-    return with_whole_run(trace, report_on(trace, timeline, options), timeline, options)[0]
+    with whole_run(trace, options) as over_all:
+        timeline = build_timeline(trace)
+        return over_all(report_on(trace, timeline, options), timeline)[0]
 
 
 def new_report(
@@ -30,10 +32,7 @@ def new_report(
 
     `recent` as in `report_of`. Raises BadInput.
     """
-    trace, report, timeline = _read(path, options)
-    if recent and trace.stretch is not None:
-        return report, False
-    report, is_complete = with_whole_run(trace, report, timeline, options)
+    trace, _, report, is_complete = _read(path, options, whole=not recent)
     return report, is_complete and trace.has_ended
 
 
@@ -44,16 +43,26 @@ def read_run(
 
     Of a run that is too long to be held at once the timeline has the last steps; only these are judged unless `whole`.
     """
-    trace, report, timeline = _read(path, options)
-    return with_whole_run(trace, report, timeline, options)[0] if whole else report, timeline
+    _, timeline, report, _ = _read(path, options, whole=whole)
+    return report, timeline
 
 
-def _read(path: PathLike | Sequence[PathLike], options: ReportOptions | None) -> tuple[Trace, Report, Timeline]:
-    """Return the report on what is held of a run; one whose older records are evicted meanwhile is read again."""
-    for _ in range(_READINGS):
+def _read(
+    path: PathLike | Sequence[PathLike], options: ReportOptions | None, *, whole: bool
+) -> tuple[Trace, Timeline, Report, bool]:
+    """Return the report, on all of the run or on what is held of it, and whether all steps are judged.
+
+    A run whose older records are evicted meanwhile is read again.
+    """
+    readings = 0
+    while True:
+        readings += 1
         trace = Trace.open(path)
-        timeline = build_timeline(trace)
-        report = report_on(trace, timeline, options)
-        if not (trace.reader.folder and trace.reader.folder.has_shrunk):
-            break
-    return trace, report, timeline
+        with whole_run(trace, options) if whole else nullcontext() as over_all:
+            timeline = build_timeline(trace)
+            report, is_complete = report_on(trace, timeline, options), trace.stretch is None
+            if readings < _READINGS and trace.reader.folder and trace.reader.folder.has_shrunk:
+                continue
+            if over_all:
+                report, is_complete = over_all(report, timeline)
+            return trace, timeline, report, is_complete

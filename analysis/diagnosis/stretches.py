@@ -8,7 +8,8 @@ summary is left, kept in the run's folder; the whole run is judged from these.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
-from rankscope.analysis.readers.workers import Lost, each
+from rankscope.analysis.readers.workers import Lost, begun
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
@@ -31,7 +32,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.errors import BadInput
 
-__all__ = ["summarize", "with_whole_run"]
+__all__ = ["summarize", "whole_run", "with_whole_run"]
 
 _NAME = "stretches"
 _BYTES = 1_500_000_000  # that a report on the steps of a stretch would take in memory
@@ -42,21 +43,37 @@ _CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 def with_whole_run(
     trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None
 ) -> tuple[Report, bool]:
-    """Return the report, with what earlier steps show of the whole run where it is on the last ones of a long run.
+    """Return what `whole_run` does where the report on the last steps is there already."""
+    with whole_run(trace, options) as over_all:
+        return over_all(report, timeline)
 
-    And whether all of these could be analyzed.
+
+@contextmanager
+def whole_run(
+    trace: Trace, options: ReportOptions | None = None
+) -> Iterator[Callable[[Report, Timeline], tuple[Report, bool]]]:
+    """Begin to analyze the steps before those that are held of a long run, as far as other processes do it.
+
+    Yield what adds to the report on the last steps what the earlier ones show of the whole run, and says whether all of
+    these could be analyzed. What still runs at the end of the context is given up.
     """
-    stretch, history, folder = timeline.stretch, report.history, trace.reader.folder
+    stretch, folder = trace.stretch, trace.reader.folder
+    history = stretch.history() if stretch else None
     if stretch is None or history is None or folder is None or stretch.asked:
-        return report, True
+        yield lambda report, _: (report, True)
+        return
     phases = phases_of(stretch, history)
     all_bytes, steps = bytes_of_rows(folder), len(stretch.counted) - stretch.kept
     step_bytes = all_bytes / steps
     most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
-    cuts = _cuts(stretch, phases, most)
-    summaries = _summaries(trace.paths, cuts, step_bytes, options or ReportOptions())
-    last = _summary(stretch.first, stretch.last, report, timeline)
-    return over_the_run(report, stretch, phases, last, summaries), not any(one.why for one in summaries)
+    held = round(step_bytes * (stretch.last + 1 - stretch.first))
+    with _begun(trace.paths, _cuts(stretch, phases, most), step_bytes, held, options or ReportOptions()) as found:
+
+        def over_all(report: Report, timeline: Timeline) -> tuple[Report, bool]:
+            last, summaries = _summary(stretch.first, stretch.last, report, timeline), found()
+            return over_the_run(report, stretch, phases, last, summaries), not any(one.why for one in summaries)
+
+        yield over_all
 
 
 def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options: ReportOptions) -> StretchSummary:
@@ -125,10 +142,14 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
     return found
 
 
-def _summaries(
-    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, options: ReportOptions
-) -> list[StretchSummary]:
-    """Summaries of these stretches, in their order: those that are stored, and of the others new ones, to be stored."""
+@contextmanager
+def _begun(
+    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, beside: int, options: ReportOptions
+) -> Iterator[Callable[[], list[StretchSummary]]]:
+    """Yield what returns summaries of these stretches, in their order.
+
+    Those that are stored, and of the others new ones, to be stored. This process takes `beside` bytes meanwhile.
+    """
     paths = [os.path.abspath(local_path(path)) for path in paths]  # other processes may work elsewhere
     where = address_of(paths)
     folder = Path(where.folders[0])
@@ -140,12 +161,18 @@ def _summaries(
     arguments = [(tuple(paths), files, *cut, options) for cut in wanted]
     costs = [(last - first + 1) * step_bytes for first, last in wanted]
     cpu_s, memory = [cost * _CPU_S_PER_BYTE for cost in costs], round(_OF_REPORT * max(costs, default=0))
-    results = each(summarize, arguments, cpu_s, memory=memory, what=text("stretches"))
-    try:
-        for cut, one in zip(wanted, results, strict=True):
-            known[cut] = StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one
-    finally:  # after Ctrl-C too: the next report goes on from there
-        if wanted:
-            there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]
-            keep(folder, _NAME, of, StretchSummaries(there))
-    return [known[cut] for cut in cuts]
+    with begun(summarize, arguments, cpu_s, memory=memory, what=text("stretches"), beside=beside) as results:
+
+        def summaries() -> list[StretchSummary]:
+            try:
+                for cut, one in zip(wanted, results, strict=True):
+                    known[cut] = (
+                        StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one
+                    )
+            finally:  # after Ctrl-C too: the next report goes on from there
+                if wanted:
+                    there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]
+                    keep(folder, _NAME, of, StretchSummaries(there))
+            return [known[cut] for cut in cuts]
+
+        yield summaries

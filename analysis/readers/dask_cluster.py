@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from rankscope.analysis.text.message import text
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Future
 
 __all__ = ["on_cluster"]
 
@@ -32,8 +32,10 @@ def on_cluster(address: str | None) -> Iterator[None]:
     try:
         _check_workers(client, address)
 
-        def run(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /) -> Iterator[Result | Lost]:
-            return _each(client, task, arguments)
+        def run(
+            task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
+        ) -> AbstractContextManager[Iterator[Result | Lost]]:
+            return _begun(client, task, arguments)
 
         with elsewhere(run):
             yield
@@ -81,15 +83,20 @@ def _sees(folder: str) -> bool:
     return Path(folder).is_dir()
 
 
-def _each(client: Client, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Result | Lost]:
+@contextmanager
+def _begun(
+    client: Client, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]
+) -> Iterator[Iterator[Result | Lost]]:
     from distributed import KilledWorker
+
+    def result_of(future: Future) -> Result | Lost:
+        try:
+            return future.result()  # type: ignore[no-any-return]
+        except KilledWorker as error:
+            return Lost(text("the process that read it was killed {times} times", times=error.allowed_failures + 1))
 
     futures = [client.submit(task, *of, pure=False) for of in arguments]
     try:
-        for future in futures:
-            try:
-                yield future.result()
-            except KilledWorker as error:
-                yield Lost(text("the process that read it was killed {times} times", times=error.allowed_failures + 1))
+        yield map(result_of, futures)
     finally:
         client.cancel(futures)

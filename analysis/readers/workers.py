@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import IO, Any, Protocol, TypeVar
@@ -25,7 +25,7 @@ from rankscope.analysis.text.progress import told
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.errors import BadInput
 
-__all__ = ["Elsewhere", "Lost", "each", "elsewhere", "scratch_folder", "serve"]
+__all__ = ["Elsewhere", "Lost", "begun", "each", "elsewhere", "scratch_folder", "serve"]
 
 _WORTH_S = 4.0  # of CPU that other processes take over; to start one takes 0.4
 _THREADS = 8  # more wait for the interpreter
@@ -52,11 +52,11 @@ class Lost:
 
 
 class Elsewhere(Protocol):
-    """Runs tasks as `each` does."""
+    """Runs tasks as `begun` does."""
 
     def __call__(
         self, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
-    ) -> Iterator[Result | Lost]: ...
+    ) -> AbstractContextManager[Iterator[Result | Lost]]: ...
 
 
 _runs_all: list[Elsewhere] = []  # not of a context: threads of the UI read runs
@@ -94,22 +94,45 @@ def each(
     core that this process may use, else threads; or whatever `elsewhere` named. What a task raises is raised here.
     Tasks hold `memory` bytes at most beside what each worker does. `what` names them for progress; empty: files.
     """
-    return told(what or text("files"), _results(task, arguments, cpu_s, _OF_WORKER + memory), len(arguments))
+    with begun(task, arguments, cpu_s, memory=memory, what=what) as results:
+        yield from results
 
 
-def _results(
-    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float], of_worker: int
-) -> Iterator[Result | Lost]:
+@contextmanager
+def begun(
+    task: Callable[..., Result],
+    arguments: Sequence[tuple[Any, ...]],
+    cpu_s: Sequence[float],
+    *,
+    memory: int = 0,
+    what: str = "",
+    beside: int = 0,
+) -> Iterator[Iterator[Result | Lost]]:
+    """Begin what `each` does, as far as other processes do it, and yield the results.
+
+    What still runs at the end of the context is given up. This process takes `beside` bytes meanwhile.
+    """
+    with _running(task, arguments, cpu_s, _OF_WORKER + memory, beside) as results:
+        yield told(what or text("files"), results, len(arguments))
+
+
+def _running(
+    task: Callable[..., Result],
+    arguments: Sequence[tuple[Any, ...]],
+    cpu_s: Sequence[float],
+    of_worker: int,
+    beside: int,
+) -> AbstractContextManager[Iterator[Result | Lost]]:
     if _runs_all:
         return _runs_all[-1](task, arguments)
     if sum(cpu_s) - max(cpu_s, default=0) < _WORTH_S:
-        return _in_threads(task, arguments)
+        return closing(_in_threads(task, arguments))
     free = available_bytes()
-    fit = max(1, free // of_worker) if free is not None else len(arguments)
+    fit = max(1, (free - beside) // of_worker) if free is not None else len(arguments)
     return _in_processes(task, arguments, min(len(arguments), len(os.sched_getaffinity(0)), fit))
 
 
-def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Result]:
+def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Generator[Result, None, None]:
     if len(arguments) < 2:  # Ctrl-C ends what runs in this thread at once
         yield from (task(*of) for of in arguments)
         return
@@ -117,9 +140,10 @@ def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]
         yield from pool.map(lambda of: task(*of), arguments)
 
 
+@contextmanager
 def _in_processes(
     task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], count: int
-) -> Iterator[Result | Lost]:
+) -> Iterator[Iterator[Result | Lost]]:
     workers = [_Worker() for _ in range(count)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
@@ -135,7 +159,7 @@ def _in_processes(
     try:
         with ThreadPoolExecutor(count) as pool:
             try:
-                yield from pool.map(run, arguments)
+                yield pool.map(run, arguments)
             finally:  # also where the caller stops early, or after Ctrl-C
                 for worker in workers:
                     worker.end()

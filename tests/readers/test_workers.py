@@ -5,13 +5,14 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rankscope.analysis.diagnosis.diagnose import read_run
 from rankscope.analysis.readers import dask_cluster, workers
 from rankscope.analysis.readers.dask_cluster import on_cluster
 from rankscope.analysis.readers.kineto.scan import read_file
-from rankscope.analysis.readers.workers import Lost, each
+from rankscope.analysis.readers.workers import Lost, begun, each
 from rankscope.analysis.report import json_form
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
@@ -19,9 +20,10 @@ from rankscope.dashboard.state import State
 from rankscope.errors import BadInput, RankscopeError
 from record import write
 from simulate import Job, healthy_resources, run
+from support.agent import wait_for
 from support.command_line import rankscope_
 from support.paths import DATA
-from support.tasks import killed, missing, refused, where
+from support.tasks import endless, killed, missing, refused, where
 
 SECONDS = [4.0, 4.0, 4.0]  # worth worker processes
 
@@ -40,6 +42,18 @@ def test_results_come_in_order_from_other_processes():
 def test_a_killed_worker_costs_its_task_at_most(tmp_path, times, second):
     """Killed once, the task runs again; killed twice, it is lost, and no other is."""
     assert list(each(killed, [(n, tmp_path, times) for n in range(3)], SECONDS)) == [0, second, 2]
+
+
+def test_tasks_begin_before_results_are_asked_for_and_are_given_up_with_the_context(tmp_path):
+    files = [tmp_path / str(number) for number in range(2)]
+    with begun(endless, [(file,) for file in files], SECONDS[:2]):
+        wait_for(lambda: all(file.exists() for file in files))
+        assert len(workers_of_this_process()) == 2
+    assert not workers_of_this_process()
+
+
+def workers_of_this_process() -> list[psutil.Process]:
+    return [one for one in psutil.Process().children() if "serve" in " ".join(one.cmdline())]
 
 
 def test_what_a_task_raises_is_raised_here():
@@ -110,8 +124,10 @@ def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, clu
     here = json_form.render(read_run(recorded)[0])
     shutil.rmtree(recorded / "summary")
     asked = []
-    run_there = dask_cluster._each
-    monkeypatch.setattr(dask_cluster, "_each", lambda client, task, of: asked.extend(of) or run_there(client, task, of))
+    run_there = dask_cluster._begun
+    monkeypatch.setattr(
+        dask_cluster, "_begun", lambda client, task, of: asked.extend(of) or run_there(client, task, of)
+    )
     with on_cluster(cluster):
         there = json_form.render(read_run(recorded)[0])
     assert [(first, last) for *_, first, last, _ in asked] == [(0, 19), (20, 39), (40, 59)]
@@ -121,8 +137,8 @@ def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, clu
 def test_the_ui_reads_in_its_threads_on_a_dask_cluster(tmp_path, monkeypatch, cluster):
     traces(tmp_path / "traces")
     asked = []
-    run = dask_cluster._each
-    monkeypatch.setattr(dask_cluster, "_each", lambda client, task, of: asked.append(task) or run(client, task, of))
+    run = dask_cluster._begun
+    monkeypatch.setattr(dask_cluster, "_begun", lambda client, task, of: asked.append(task) or run(client, task, of))
     state = State([tmp_path / "traces"])
     with on_cluster(cluster):
         state.start()

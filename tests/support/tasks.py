@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from rankscope.errors import BadInput
@@ -24,6 +25,11 @@ def refused(number: int) -> int:
     if number == 1:
         raise BadInput("file 1 is no trace")
     return number
+
+
+def endless(begun: Path) -> None:
+    begun.touch()
+    time.sleep(3600)
 
 
 def missing(folder: str) -> bool:
