@@ -63,16 +63,17 @@ def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
 def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
     """Return which steps are in the stretch with the largest sum beyond `ratio` × the usual step.
 
-    Usual is the lower quartile: up to three quarters of the steps may be slow.
+    Usual is the lower quartile: up to three quarters of the steps may be slow. Lengths are those of one rank (steps) or
+    of several (ranks, steps), of which each has its own stretch.
     """
-    usual = np.quantile(lengths, 0.25)
-    beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual)
-    before = np.concatenate([[0.0], beyond[:-1]])
-    lowest = np.minimum.accumulate(before)
-    end = int(np.argmax(beyond - lowest))
-    inside = np.zeros(len(lengths), dtype=bool)
-    inside[int(np.argmin(before[: end + 1])) : end + 1] = True
-    return inside
+    usual = np.quantile(lengths, 0.25, axis=-1, keepdims=True)
+    beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual, axis=-1)
+    before = np.concatenate([np.zeros_like(usual), beyond[..., :-1]], axis=-1)
+    lowest = np.minimum.accumulate(before, axis=-1)
+    last = np.argmax(beyond - lowest, axis=-1, keepdims=True)
+    first = np.argmax(before == np.take_along_axis(lowest, last, axis=-1), axis=-1, keepdims=True)
+    at = np.arange(lengths.shape[-1])
+    return np.asarray((at >= first) & (at <= last))
 
 
 def rank_sum_z(values: Floats, inside: NDArray[np.bool_]) -> float:

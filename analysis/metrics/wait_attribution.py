@@ -17,6 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.parts import BEGAN_LATE, BLOCKED, LEFT_LATE
+from rankscope.analysis.model.segments import latest
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
 
@@ -279,28 +280,13 @@ def _waited(spans: _Spans, rank: Ints, end: Ints) -> Bools:
 
     True where nothing is known.
     """
-    at = _latest(spans.start, spans.bounds, rank, end - 1)
+    at = latest(spans.start, spans.bounds, rank, end - 1)
     found = at >= spans.bounds[rank]
     at = np.where(found, at, 0)
     if not len(spans.start):
         return np.ones(len(rank), bool)
     inside = found & (end - 1 < spans.start[at] + spans.length[at])
     return np.asarray(~inside | spans.blocked[at])
-
-
-def _latest(keys: Ints, bounds: Ints, segment: Ints, at: Ints) -> Ints:
-    """Return the last row of each query's segment whose key is not above `at`; keys ascend within a segment.
-
-    Where there is none: one before the segment.
-    """
-    found = np.empty(len(at), np.int64)
-    order = np.argsort(segment, kind="stable")
-    cuts = np.searchsorted(segment[order], np.arange(len(bounds)))
-    for number in np.flatnonzero(np.diff(cuts)):
-        mine = order[cuts[number] : cuts[number + 1]]
-        low, high = bounds[number], bounds[number + 1]
-        found[mine] = low + np.searchsorted(keys[low:high], at[mine], side="right") - 1
-    return found
 
 
 # ---------------------------------------------------------------- waits
@@ -347,7 +333,7 @@ def _waits(ops: _Operations, spans: _Spans) -> _Waits:
 def _time_in(spans: _Spans, chosen: Bools, rank: Ints, at: Ints) -> Ints:
     """Return ns that each rank had spent in the chosen phases until `at`."""
     before = np.concatenate([[0], np.cumsum(np.where(chosen, spans.length, 0))])
-    row = _latest(spans.start, spans.bounds, rank, at)
+    row = latest(spans.start, spans.bounds, rank, at)
     began = row >= spans.bounds[rank]
     row = np.where(began, row, 0)
     if not len(spans.start):
@@ -358,8 +344,8 @@ def _time_in(spans: _Spans, chosen: Bools, rank: Ints, at: Ints) -> Ints:
 
 def _waits_between(waits: _Waits, after: Ints, until: Ints) -> tuple[Ints, Ints]:
     """Return the waits of the late rank that were over in that time: first, and one after the last."""
-    first = _latest(waits.over, waits.bounds, waits.late, after) + 1
-    return first, np.maximum(_latest(waits.over, waits.bounds, waits.late, until) + 1, first)
+    first = latest(waits.over, waits.bounds, waits.late, after) + 1
+    return first, np.maximum(latest(waits.over, waits.bounds, waits.late, until) + 1, first)
 
 
 def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
@@ -411,7 +397,7 @@ def _meet(ops: _Operations, waits: _Waits, group: Ints, reached: Ints, best: Int
     here, (mine, theirs) = here[shared], (s[shared] for s in segments)
     limits = []
     for segment, row in ((mine, waits.op[here]), (theirs, waits.last[here])):
-        position = _latest(reached, ops.bounds, segment, ops.arrival[row]) - ops.bounds[segment]
+        position = latest(reached, ops.bounds, segment, ops.arrival[row]) - ops.bounds[segment]
         own = ops.segment[row] == segment
         limits.append(np.where(own, np.minimum(position, row - ops.bounds[segment] - 1), position))
     at = np.minimum(*limits)
@@ -455,7 +441,7 @@ def _sections(spans: _Spans, ops: _Operations, waits: _Waits, met: Ints, met_lat
     ]
     rows, into = [], []
     for rank, at in asked:
-        row = _latest(spans.start, spans.bounds, rank, at)
+        row = latest(spans.start, spans.bounds, rank, at)
         began = row >= spans.bounds[rank]
         row = np.where(began, row, spans.bounds[rank])
         of_row = np.minimum(row, len(spans.start) - 1)

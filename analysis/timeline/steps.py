@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.segments import latest
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.device_time import by_rank
 
@@ -255,17 +256,13 @@ def last_begun(spans: pl.DataFrame, rank: pl.Series, at: pl.Series) -> NDArray[n
     """Return for each time the row of `spans` (rank, start_ns) that began last on its rank by then; -1: none had."""
     ordered = in_order(spans.select("rank", "start_ns", row=pl.int_range(pl.len())), "rank", "start_ns")
     of, begin, row = (ordered[column].to_numpy() for column in ("rank", "start_ns", "row"))
-    times, asked = at.fill_null(_NEVER).to_numpy(), rank.fill_null(_NOBODY).to_numpy()
-    order = None if rank.is_sorted() else np.argsort(asked, kind="stable")
-    asked = asked if order is None else asked[order]
-    found = np.full(len(times), -1)
-    for one in np.unique(of):
-        low, high = np.searchsorted(asked, (one, one + 1))
-        mine = slice(low, high) if order is None else order[low:high]
-        first, end = np.searchsorted(of, (one, one + 1))
-        latest = np.searchsorted(begin[first:end], times[mine], side="right") - 1
-        found[mine] = np.where(latest >= 0, row[np.maximum(first + latest, 0)], -1)
-    return found
+    if not len(of):
+        return np.full(len(at), -1)
+    highest = int(of[-1])
+    bounds = np.searchsorted(of, np.arange(_NOBODY, highest + 3))  # nobody, each rank, and all beyond, who have none
+    segment = np.clip(rank.fill_null(_NOBODY).to_numpy().astype(np.int64), _NOBODY, highest + 1) - _NOBODY
+    last = latest(begin, bounds, segment, at.fill_null(_NEVER).to_numpy())
+    return np.where(last >= bounds[segment], row[last], -1)
 
 
 def judge(

@@ -106,10 +106,10 @@ def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Show
 def for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
     """Return the one rank that is above its peers for a long part of the run, by far more than its stretches differ."""
     found: dict[int, Shown] = {}
-    for row, values in enumerate(excess):
-        inside = longest_stretch(grid.step_ns + values, _WHILE)
-        if min(inside.sum(), (~inside).sum()) < _LONG:
-            continue
+    stretches = longest_stretch(grid.step_ns + excess, _WHILE)
+    steps = stretches.sum(axis=1)
+    for row in np.flatnonzero((steps >= _LONG) & (excess.shape[1] - steps >= _LONG)).tolist():
+        values, inside = excess[row], stretches[row]
         scatter = np.concatenate([_of_stretches(values[inside]), _of_stretches(values[~inside])]).std()
         enough = np.median(values[inside]) >= max(0.1 * grid.step_ns, _BURST_Z * scatter)
         if enough and rank_sum_z(values, inside) >= min_z:
