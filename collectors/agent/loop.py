@@ -179,6 +179,11 @@ class Agent:
         self._windows.work(self._node.index)
         if self._is_due("write", WRITE_NS):
             self._write()
+        if self._is_due("retain", RETAIN_NS) and self._retention.decide():
+            self._state.publish(kept_since_ns=self._retention.since_ns)
+        if self._state.changed:
+            self._state.write()
+        self._retain()
 
     def _write(self) -> None:
         for connection, rank in self._connections.ranks():
@@ -190,12 +195,7 @@ class Agent:
         self._take_ras()
         self._build_hook()
         self._node.tables.flush()
-        if self._is_due("retain", RETAIN_NS) and self._retention.decide():
-            self._state.publish(kept_since_ns=self._retention.since_ns)
-        if self._state.changed:
-            self._state.write()
         self._send()
-        self._retain()
 
     def _send(self) -> None:
         """Upload files once their run is certain: rank 0 is here, or its node was met."""

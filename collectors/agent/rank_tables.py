@@ -45,7 +45,7 @@ class RankTables:
         self._threads = Threads(hello.main_thread)
         self._records: list[Records] = []
         self._flushed_ns = clock()
-        self._last_read = 0  # records
+        self._recent = 0  # records: those since the last flush, half of those before, a quarter …
         self.heard_ns: int | None = None  # when its last record came, once it has communicated
         self.progress: Progress | None = None  # as it last said
         names = ("hostname", "device", "torch", "python", "command", "start_ns", "local_rank", "world_size", "pid")
@@ -78,11 +78,10 @@ class RankTables:
     @property
     def is_busy(self) -> bool:
         """Whether the rank writes so much that its rings should be looked at often."""
-        return self._last_read > RING_SLOTS // 32
+        return self._recent > RING_SLOTS // 16
 
     def read(self, *, last: bool = False) -> None:
         """Read the rings as far as they go."""
-        self._last_read = 0
         self._guard(lambda: self._read(last))
         if sum(map(len, self._records)) > RING_SLOTS:
             self.flush()
@@ -101,7 +100,7 @@ class RankTables:
         for ring, _ in self._rings:
             records = ring.read(clock(), last=last)
             if len(records):
-                self._last_read += len(records)
+                self._recent += len(records)
                 self._records.append(records)
                 self.progress = progress_in(records) or self.progress
                 of_job = records["type"] != RecordType.SAMPLE  # those come as long as the process lives
@@ -134,6 +133,7 @@ class RankTables:
     def flush(self) -> None:
         """Write what was read, and note what was lost in `gaps`."""
         self._guard(self._take_records)
+        self._recent //= 2
         self.tables.flush()
 
     def _take_records(self) -> None:

@@ -256,7 +256,7 @@ def test_on_a_full_disk_older_records_are_still_evicted(tmp_path, monkeypatch):
             while True:
                 other.write(b"x" * 4096)
         for _ in range(5):
-            running._write()
+            running._read()
         assert partition.size_bytes <= 200_000
         state = json.loads((out / "run" / "node=00000.json").read_text())
         assert state["kept_since_ns"] == running._retention.since_ns
