@@ -289,7 +289,11 @@ def _by_kind(timeline: Timeline) -> pl.DataFrame:
     roles = timeline.groups.select(pl.col("name").alias("group"), "role").unique("group").filter(pl.col("role") != "")
     rows = timeline.collectives.filter(pl.col("instance_id").is_not_null())
     rows = rows.join(judged.select("rank", "step"), on=["rank", "step"], how="semi").join(roles, on="group", how="left")
-    op = pl.when(pl.col("op").is_in(["send", "recv", "recv_any_source"])).then(pl.lit("send/recv")).otherwise("op")
+    op = (
+        pl.when(pl.col("op").is_in(["send", "recv", "recv_any_source"]))
+        .then(pl.lit("send/recv"))
+        .otherwise(pl.col("op").cast(pl.String))
+    )
     whole = rows.group_by("instance_id").agg(
         pl.coalesce("role", "group").first().alias("group"),
         op.first().alias("op"),

@@ -56,6 +56,7 @@ from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
+from rankscope.analysis.model.tables import WORDS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
@@ -186,11 +187,13 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
     With the number of `nodes`, and the members: `of` distinguishes groups.
     """
-    moved = transfers(collectives).filter(pl.any_horizontal(pl.col("op").str.starts_with(op) for op in _OF_ALL))
+    moved = transfers(collectives).filter(
+        pl.any_horizontal(pl.col("op").cast(pl.String).str.starts_with(op) for op in _OF_ALL)
+    )
     half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
     known = pl.DataFrame(
         [(op, group, _LARGE * size) for (op, group), size in half.items()],
-        {"op": pl.String, "group_id": pl.Int64, "least_bytes": pl.Float64},
+        {"op": WORDS["op"], "group_id": pl.Int64, "least_bytes": pl.Float64},
         orient="row",
     )
     least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
@@ -350,7 +353,7 @@ def _against_interfaces(
     instances = between["instance_id"]
     if used * min_ratio >= 1:
         return [], instances
-    ops = ", ".join(between["op"].unique().sort())
+    ops = ", ".join(sorted(between["op"].unique()))
     return [
         _Slow(
             title=text(

@@ -34,6 +34,7 @@ from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
+from rankscope.analysis.model.tables import WORDS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import bytes_text, duration
@@ -113,7 +114,7 @@ def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:
             rows.append((op, group, line.latency_ns, steepest, min(_BOUND_BY_LATENCY * line.half_bytes, size)))
         elif size <= _TINY_BYTES and usual is not None:
             rows.append((op, group, usual, usual / _FUSED_TINY_BYTES, size))
-    columns = {"op": pl.String, "group_id": pl.Int64, "latency_ns": pl.Float64, "ns_per_byte": pl.Float64}
+    columns = {"op": WORDS["op"], "group_id": pl.Int64, "latency_ns": pl.Float64, "ns_per_byte": pl.Float64}
     return pl.DataFrame(rows, {**columns, "most_bytes": pl.Float64}, orient="row")
 
 
@@ -247,7 +248,7 @@ def _refuse_unknown(
         .filter(pl.col("len") >= min_count, pl.col("exposed_ns") >= min_fraction * grid.step_ns)
     )
     if len(many):
-        op = many["op"].unique().sort()[0]
+        op = min(many["op"].unique())
         raise NotResolvable(
             text(
                 "the sizes of the {op} operations hardly differ, so latency cannot be distinguished from bandwidth",

@@ -104,7 +104,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
     within = nodes.filter(pl.col("nodes") == 1)["group_id"].implode()
     scatters = rows.filter(
         pl.col("group_id").is_in(within),
-        pl.col("op").str.starts_with("reduce_scatter"),
+        pl.col("op").cast(pl.String).str.starts_with("reduce_scatter"),
         pl.col("group_size") > 1,
         pl.col("size_bytes") >= min_bytes,
     ).sort("begin_ns")
@@ -112,7 +112,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
         return scatters, scatters
     between = nodes.filter(pl.col("nodes") > 1)
     reduces = (
-        rows.filter(pl.col("op").str.contains("^(allreduce|reduce_scatter)"))
+        rows.filter(pl.col("op").cast(pl.String).str.contains("^(allreduce|reduce_scatter)"))
         .join(between, on="group_id")
         .filter(pl.col("nodes") == pl.col("group_size"))
         .sort("begin_ns")

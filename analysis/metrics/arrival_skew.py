@@ -167,7 +167,7 @@ def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl
         return rows.with_columns(never)
     like = ["group_id", "op", "size_bytes"]
     outside = (
-        rows.filter(pl.col("op").str.contains(_REDUCTIONS))
+        rows.filter(pl.col("op").cast(pl.String).str.contains(_REDUCTIONS))
         .sort("start_ns")
         .join_asof(spans.sort("begun_ns"), left_on="start_ns", right_on="begun_ns", by="rank", check_sortedness=False)
         .filter(pl.col("until_ns").is_null() | (pl.col("start_ns") >= pl.col("until_ns")))

@@ -128,9 +128,9 @@ def busbw() -> pl.Expr:
     """
     n = pl.col("group_size").cast(pl.Float64)
     factor = (
-        pl.when(pl.col("op").str.starts_with("allreduce"))
+        pl.when(pl.col("op").cast(pl.String).str.starts_with("allreduce"))
         .then(2 * (n - 1) / n)
-        .when(pl.col("op").str.contains("^(allgather|reduce_scatter|alltoall)"))
+        .when(pl.col("op").cast(pl.String).str.contains("^(allgather|reduce_scatter|alltoall)"))
         .then((n - 1) / n)
         .otherwise(1.0)
     )

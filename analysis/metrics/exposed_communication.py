@@ -147,7 +147,14 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     rows = (
         in_order(phases, "rank", "start_ns")
         .filter(pl.col("part").is_in([*_SHOWN_AS]))
-        .select("rank", "start_ns", "part", "label", ns=length, column=pl.col("part").replace_strict(_SHOWN_AS))
+        .select(
+            "rank",
+            "start_ns",
+            "part",
+            "label",
+            ns=length,
+            column=pl.col("part").replace_strict(_SHOWN_AS, return_dtype=pl.String),
+        )
         .join_asof(
             in_order(started, "rank", "at"),
             left_on="start_ns",
@@ -188,5 +195,9 @@ def kind_of_group() -> pl.Expr:
     kind = pl.lit(None, pl.String)
     for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):
         for name, pattern in patterns.items():
-            kind = pl.when(kind.is_null() & pl.col(column).str.contains(pattern)).then(pl.lit(name)).otherwise(kind)
+            kind = (
+                pl.when(kind.is_null() & pl.col(column).cast(pl.String).str.contains(pattern))
+                .then(pl.lit(name))
+                .otherwise(kind)
+            )
     return kind.fill_null("data")

@@ -44,7 +44,9 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
         pl.concat([known, alone], how="diagonal")
         .join(named, on="group_id", how="left")
         .with_columns(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group())
-        .with_columns(op=pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise("op"))
+        .with_columns(
+            op=pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
+        )
         .select(
             *("rank", "step", "instance_id", "group", *BY_SORT, "start_ns", "end_ns", "exposed_ns", "is_bound"),
             began_ns=pl.coalesce("device_start_ns", "start_ns"),

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.model.parts import APART, BLOCKED, MAYBE_BLOCKED, OWN
+from rankscope.analysis.model.tables import numbers
 
 __all__ = [
     "ENOUGH_STEPS",
@@ -102,9 +103,10 @@ class StepGrid:
 @once
 def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     """Arrange the breakdown by rank and step; a step that a rank lacks is left out."""
-    ranks, steps, names = (breakdown[column].unique().sort() for column in ("rank", "step", "part"))
+    ranks, steps = (breakdown[column].unique().sort() for column in ("rank", "step"))
+    names = breakdown["part"].unique().cast(pl.String).sort().to_list()
     rank, step = places(breakdown["rank"], ranks), places(breakdown["step"], steps)
-    part = breakdown["part"].cast(pl.Enum(names)).to_physical().to_numpy().astype(np.int64)
+    part = numbers(breakdown["part"], dict(zip(names, range(len(names)), strict=True)))
     shape = (len(names), len(ranks), len(steps))
     cell = (part * len(ranks) + rank) * len(steps) + step
     values = np.bincount(cell, breakdown["ns"].to_numpy(), math.prod(shape)).reshape(shape)

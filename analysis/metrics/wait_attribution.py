@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.parts import BEGAN_LATE, BLOCKED, LEFT_LATE
 from rankscope.analysis.model.segments import latest
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
 
@@ -181,9 +182,11 @@ class _Spans:
 
 def _spans(phases: pl.DataFrame, ranks: Ints) -> _Spans:
     start, length = phases["start_ns"].to_numpy(), (phases["end_ns"] - phases["start_ns"]).to_numpy()
-    parts, labels = (phases[c].unique().sort().to_list() for c in ("part", "label"))
-    part, label = (phases[c].cast(pl.Enum(n)).to_physical() for c, n in (("part", parts), ("label", labels)))
-    code = part.to_numpy().astype(np.int64) * len(labels) + label.to_numpy()
+    parts, labels = (phases[c].unique().cast(pl.String).sort().to_list() for c in ("part", "label"))
+    part, label = (
+        numbers(phases[c], dict(zip(n, range(len(n)), strict=True))) for c, n in (("part", parts), ("label", labels))
+    )
+    code = part * len(labels) + label
     total = np.bincount(code, weights=length, minlength=len(parts) * len(labels))
     keys: dict[tuple[str, str], int] = {}
     key_of = np.full(len(total), -1)
@@ -196,7 +199,7 @@ def _spans(phases: pl.DataFrame, ranks: Ints) -> _Spans:
         start=start,
         length=length,
         key=key_of[code],
-        blocked=np.isin(parts, BLOCKED)[part.to_numpy()],
+        blocked=np.isin(parts, BLOCKED)[part],
         keys=list(keys),
     )
 

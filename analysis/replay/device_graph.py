@@ -16,6 +16,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.replay.host_calls import (
     Calls,
     Gaps,
@@ -272,7 +273,7 @@ def _add_sides(
     How long the ends take is known once all ranks are.
     """
     instance = matched["instance_id"].cast(pl.Int64).to_numpy()
-    op = matched["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
+    op = numbers(matched["op"], code)
     position = matched["_position"].to_numpy()
     arrival = nodes.add(np.zeros_like(arrived_ns), arrived_ns, rank=rank, part=_TRANSFER, label=op, instance=instance)
     residual = np.zeros_like(arrived_ns)
@@ -370,7 +371,7 @@ def _add_ends_of_steps(
 def _parts_of(kernels: pl.DataFrame) -> Ints:
     part = {COMPUTE: "compute", MEMORY: "memory", COMMUNICATION: "unsplit"}
     code = {work: PARTS.index(name) for work, name in part.items()}
-    return np.asarray(kernels["work"].replace_strict(code, return_dtype=pl.Int32).to_numpy())
+    return numbers(kernels["work"], code)
 
 
 def _add_host(

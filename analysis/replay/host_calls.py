@@ -13,7 +13,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.timeline.host_breakdown import NO_REGION, PARTS, Spans
+from rankscope.collectors.schema import REGION_KINDS
 
 __all__ = [
     "LOOK_BACK",
@@ -181,10 +183,10 @@ class Places:
         rows = regions.filter(pl.col("end_ns") > pl.col("start_ns")).sort(
             "start_ns", "end_ns", descending=[False, True], maintain_order=True
         )
-        self._name = rows["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
+        self._name = numbers(rows["name"], code)
         kind = rows["kind"]
-        stops = {k: PARTS.index(k) for k in ("gc", "input", "compile", "checkpoint")}
-        self._part = kind.replace_strict(stops, default=PARTS.index("host"), return_dtype=pl.Int32).to_numpy()
+        stops = ("gc", "input", "compile", "checkpoint")
+        self._part = numbers(kind, {k: PARTS.index(k if k in stops else "host") for k in REGION_KINDS})
         spans = Spans(
             rows["start_ns"].to_numpy() + shift_ns, rows["end_ns"].to_numpy() + shift_ns, np.arange(len(rows))
         )

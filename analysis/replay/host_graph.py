@@ -18,6 +18,7 @@ from rankscope.analysis.metrics.distinct import among, distinct_in_order
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
@@ -261,7 +262,7 @@ def _rows(seen: pl.DataFrame, keys: RankKeys, labels: Sequence[str]) -> _Rows:
         end=keys.of(seen, "end_ns"),
         place=keys.place(seen),
         step=seen["step"].fill_null(_NONE).to_numpy().astype(np.int64),
-        label=seen["op"].replace_strict(code, return_dtype=pl.Int64).to_numpy(),
+        label=numbers(seen["op"], code),
         position=_position_in_cycle(seen),
         group=seen["group_id"].to_numpy(),
         queue=_queue(seen),
@@ -343,7 +344,7 @@ def _nodes(
 
     def coded(column: str, names: Sequence[str]) -> Ints:
         code = dict(zip(names, range(len(names)), strict=True))
-        return of_phase(phases[column].replace_strict(code, return_dtype=pl.Int64).to_numpy())
+        return of_phase(numbers(phases[column], code))
 
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
     nothing, rank, of_op = np.full(n_ranks, _NONE), keys.ranks, rows.first_of_op

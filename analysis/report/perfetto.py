@@ -227,7 +227,7 @@ def _events(type_: int, times: Ints, track: Ints, fields: Sequence[Block] = ()) 
 def _write_table(out: _Out, table: Table) -> None:
     """Write the rows as slices, some whole ranks at a time. Of operations the wait is one in theirs."""
     for rows in _whole_ranks(table.frame):
-        put = rows.with_columns(table.track.alias("_track"), table.name.fill_null("?").alias("_name"))
+        put = rows.with_columns(table.track.alias("_track"), table.name.cast(pl.String).fill_null("?").alias("_name"))
         put = put.with_columns(pl.max_horizontal("start_ns", "end_ns").alias("end_ns"))
         in_order = ("rank", "_track", "start_ns", -pl.col("end_ns"))
         put = put.sort(in_order, maintain_order=True)

@@ -188,7 +188,7 @@ def operations_of(rows: pl.DataFrame, of_all_ranks: pl.DataFrame, last_ns: int) 
     last = of_all_ranks.filter(pl.col("is_last")).unique("instance_id", keep="first")
     last = last.select("instance_id", pl.col("rank").alias("last_rank"))
     drawn = rows.join(last, on="instance_id", how="left", maintain_order="left").with_columns(
-        pl.col("op").replace("unknown", "communication"),
+        pl.col("op").cast(pl.String).replace("unknown", "communication"),
         start.alias("start_ns"),
         pl.max_horizontal(start, seen).alias("end_ns"),
         pl.when(~at_once).then("peer").alias("peer"),

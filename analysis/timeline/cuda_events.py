@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Gap, PhaseTime
 from rankscope.analysis.model.parts import MIXED
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, rounded
@@ -308,11 +309,11 @@ def _cut(
     grid = Grid(edges, steps["start_ns"][:1].to_numpy(), steps["end_ns"][-1:].to_numpy())
     lasts = end > begin
     phase = np.flatnonzero(lasts)[np.searchsorted(begin[lasts], grid.start, side="right") - 1]
-    numbers = {name: number for number, name in enumerate(PARTS)}
+    code_of_part = {name: number for number, name in enumerate(PARTS)}
     is_apart = marks["apart"].is_not_null().to_numpy()[phase]
-    part = _codes(pl.select(pl.coalesce(marks["apart"], marks["part"])).to_series(), numbers)[phase]
-    part[is_apart & grid.covered(waiting)] = numbers["unsplit"]
-    label = _codes(marks["phase"], code)[phase]
+    part = numbers(pl.select(pl.coalesce(marks["apart"], marks["part"])).to_series(), code_of_part)[phase]
+    part[is_apart & grid.covered(waiting)] = code_of_part["unsplit"]
+    label = numbers(marks["phase"], code)[phase]
     at = np.searchsorted(dry.start, grid.start, side="right") - 1
     is_dry = (at >= 0) & (grid.start < dry.end[at]) if len(dry.start) else np.zeros(len(at), bool)
     part[is_dry], label[is_dry] = dry_part[at[is_dry]], dry.label[at[is_dry]]
@@ -333,7 +334,7 @@ def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tupl
     )
     by_kind = [stops.filter(pl.col("kind") == kind) for kind in _STOPS]
     spans = [
-        Spans(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy(), _codes(rows["name"], code)) for rows in by_kind
+        Spans(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy(), numbers(rows["name"], code)) for rows in by_kind
     ]
     edges = [host_begin, host_end, *(edge for s in spans for edge in (s.start, s.end))]
     grid = Grid(edges, host_begin[:1], host_end[-1:])
@@ -366,8 +367,3 @@ def _dry(marks: pl.DataFrame, stops: pl.DataFrame, code: dict[str, int]) -> tupl
     begins = np.ceil(begins).astype(np.int64)
     known = stop - begins > marks["clock_error_ns"].fill_null(0).to_numpy()[phase] / _TRUSTED
     return Spans(begins[known], stop[known], label[at][known]), part[at][known]
-
-
-def _codes(values: pl.Series, code: dict[str, int]) -> Ints:
-    codes: Ints = values.replace_strict(code, return_dtype=pl.Int64).to_numpy()
-    return codes

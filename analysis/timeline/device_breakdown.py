@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, COPIES_TO_HOST, MEMORY, WAITING_CALLS
 from rankscope.analysis.model.parts import IDLE_LABELS
+from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.host_breakdown import PARTS, Grid, Spans, as_phases, joined
 from rankscope.collectors.schema import P2P_OPS
@@ -130,7 +131,7 @@ def _rank_arrays(
     start, end = kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy()
     launched = kernels["launch_ns"].fill_null(_NEVER).to_numpy()
     thread = kernels["launch_thread"].fill_null(_MAIN_THREAD).to_numpy()
-    names = regions["name"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
+    names = numbers(regions["name"], code)
     spans = Spans(regions["start_ns"].to_numpy(), regions["end_ns"].to_numpy(), names)
     on_thread, kind = regions["thread"].to_numpy(), regions["kind"]
     places = _by_thread(spans, on_thread, ~kind.is_in(_NOT_A_PLACE).to_numpy())
@@ -141,7 +142,7 @@ def _rank_arrays(
         label[of_work & (label < 0)] = code[name]
         work[name] = Spans(start, end, label).where(of_work)
     begin, done = collectives["device_start_ns"].to_numpy(), collectives["end_ns"].to_numpy()
-    operation = collectives["op"].replace_strict(code, return_dtype=pl.Int32).to_numpy()
+    operation = numbers(collectives["op"], code)
     return _Rank(
         step_start=steps["start_ns"].to_numpy(),
         step_end=steps["end_ns"].to_numpy(),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from rankscope.analysis.timeline.host_breakdown import PHASE_COLUMNS
+
 __all__ = ["WAITS", "awaited", "known_waits", "split_by_durations", "without_waits"]
 
 WAITS = {"rank": pl.Int32, "step": pl.Int32, "start_ns": pl.Int64, "end_ns": pl.Int64, "enqueued_ns": pl.Int64}
@@ -118,7 +120,9 @@ def split_by_durations(phases: pl.DataFrame, collectives: pl.DataFrame) -> pl.Da
             suffix="_of_call",
             check_sortedness=False,
         )
-        .with_columns(start_ns=pl.col("_from"), part=pl.lit("transfer"), label=pl.coalesce("op", "label"))
+        .with_columns(
+            start_ns=pl.col("_from"), part=pl.lit("transfer", PHASE_COLUMNS["part"]), label=pl.coalesce("op", "label")
+        )
         .select(rows.columns)
     )
     return (

@@ -15,11 +15,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.pointers import pointer
-from rankscope.analysis.model.tables import in_order
+from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
-from rankscope.collectors.schema import P2P_OPS
+from rankscope.collectors.schema import P2P_OPS, REGION_KINDS
 
 try:
     from rankscope.analysis.timeline import _phases
@@ -48,7 +48,7 @@ PARTS = (
 PHASE_COLUMNS = {
     "rank": pl.Int32,
     "step": pl.Int32,
-    "part": pl.String,
+    "part": pl.Enum(PARTS),
     "label": pl.String,
     "start_ns": pl.Int64,
     "end_ns": pl.Int64,
@@ -130,8 +130,7 @@ class _Ranks:
     first: Ints  # positions of the ranks' first and last steps
     last: Ints
     regions: Spans
-    kind: Ints  # of each region, a position in `kinds`
-    kinds: list[str]
+    kind: Ints  # of each region, a position in `REGION_KINDS`, or one more
     calls: Spans  # label is the operation
     issued: Ints
     last_arrival: Ints  # until when peers were missing; the arrival where that is not known
@@ -141,7 +140,7 @@ class _Ranks:
     blocking: Bools  # the call itself held the main thread
 
     def of_kind(self, kind: str) -> Spans:
-        return self.regions.where(self.kind == (self.kinds.index(kind) if kind in self.kinds else _NOBODY))
+        return self.regions.where(self.kind == REGION_KINDS.index(kind))
 
     def rows(self, cut: tuple[Ints, Ints, Ints, Ints, Ints]) -> tuple[Ints, ...]:
         """Return rank, step, part, label, start and end of phases, on the ranks' own times."""
@@ -161,7 +160,9 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     would otherwise have no label in common.
     """
     of_schedule = pl.col("microbatch").is_not_null() & pl.col("kind").is_in((FORWARD, "backward"))
-    regions = regions.with_columns(pl.when(of_schedule).then("kind").otherwise("name").alias("name"))
+    if regions["microbatch"].null_count() < len(regions):
+        kind = pl.col("kind").cast(pl.String)
+        regions = regions.with_columns(pl.when(of_schedule).then(kind).otherwise("name").alias("name"))
     labels = sorted(
         {
             *PARTS,
@@ -174,18 +175,17 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     regions = (
         regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("end_ns") > pl.col("start_ns"))
         .pipe(in_order, "rank", "start_ns")
-        .select("rank", "start_ns", "end_ns", _coded("name", code), pl.col("kind").fill_null(""))
+        .select("rank", "start_ns", "end_ns", "name", pl.col("kind").to_physical().fill_null(len(REGION_KINDS)))
+        .pipe(_labelled, "name", code)
     )
-    kinds = regions["kind"].unique().sort().to_list()
-    regions = regions.with_columns(pl.col("kind").cast(pl.Enum(kinds)).to_physical())
     # Without an end nothing says that the call waited: on an accelerator it only queues the work.
     blocking = (
         (pl.col("thread") == _MAIN_THREAD)
         & pl.col("end_ns").is_not_null()
         & (~pl.col("is_async")).fill_null(pl.col("end_ns") <= pl.col("issued_ns"))
     )
-    collectives = in_order(collectives, "rank", "start_ns").select(
-        *("rank", "start_ns", "issued_ns", _coded("op", code)),
+    collectives = _labelled(in_order(collectives, "rank", "start_ns"), "op", code).select(
+        *("rank", "start_ns", "issued_ns", "_label"),
         pl.coalesce("end_ns", "start_ns").alias("end_ns"),
         pl.col("end_ns").is_not_null().alias("ended"),
         (pl.coalesce("device_start_ns", "start_ns") + pl.col("wait_ns").fill_null(0)).alias("last_arrival_ns"),
@@ -193,7 +193,7 @@ def phases(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
         pl.col("wait_ns").is_not_null().alias("split"),
         blocking.alias("blocking"),
     )
-    pieces = list(_some_ranks(steps.sort("rank", "start_ns"), regions, collectives, kinds))
+    pieces = list(_some_ranks(steps.sort("rank", "start_ns"), regions, collectives))
     cut = [of_some.rows(_cut(of_some, code)) for of_some in told(text("ranks"), pieces, len(pieces))]
     return _table(cut, labels)
 
@@ -216,7 +216,7 @@ def _table(cut: Sequence[tuple[Ints, ...]], labels: list[str]) -> pl.DataFrame:
         {
             "rank": rank,
             "step": step,
-            "part": pl.Series(PARTS).gather(part),
+            "part": pl.Series("part", PARTS, PHASE_COLUMNS["part"]).gather(part),
             "label": pl.Series(labels, dtype=pl.String).gather(label),
             "start_ns": start,
             "end_ns": end,
@@ -229,11 +229,11 @@ def breakdown(phases: pl.DataFrame, steps: pl.DataFrame) -> pl.DataFrame:
     """(rank, step, part, ns): one row for each part of each step, zeros included; they sum to the step."""
     first, row = _runs_of_steps(phases, steps)
     row = np.repeat(row, np.diff(first, append=len(phases)))
-    part = phases["part"].cast(pl.Enum(PARTS)).to_physical().to_numpy()
+    part = phases["part"].to_physical().to_numpy()
     length = (phases["end_ns"] - phases["start_ns"]).to_numpy()
     spent = np.bincount((row + 1) * len(PARTS) + part, length, (len(steps) + 1) * len(PARTS))[len(PARTS) :]
     each = np.repeat(np.arange(len(steps)), len(PARTS))
-    part_of_each = pl.Series("part", PARTS, pl.String).gather(np.tile(np.arange(len(PARTS)), len(steps)))
+    part_of_each = pl.Series("part", PARTS, PHASE_COLUMNS["part"]).gather(np.tile(np.arange(len(PARTS)), len(steps)))
     of_steps = steps.select("rank", "step")[each]
     return of_steps.with_columns(part_of_each, pl.Series("ns", spent.astype(np.int64)))
 
@@ -265,17 +265,12 @@ def _runs_of_steps(phases: pl.DataFrame, steps: pl.DataFrame) -> tuple[Ints, Int
     return first, runs["_row"].cast(pl.Int64).fill_null(-1).to_numpy()
 
 
-def _coded(column: str, code: dict[str, int]) -> pl.Expr:
-    return pl.col(column).replace_strict(code, return_dtype=pl.Int64).alias("_label")
+def _labelled(rows: pl.DataFrame, column: str, code: dict[str, int]) -> pl.DataFrame:
+    return rows.with_columns(_label=numbers(rows[column], code))
 
 
-def _some_ranks(
-    steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame, kinds: list[str]
-) -> Iterator[_Ranks]:
-    """Yield the input in pieces of whole ranks, of about as many rows each. All tables are in order of rank.
-
-    `kinds` are the words for the codes of the regions' kinds.
-    """
+def _some_ranks(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> Iterator[_Ranks]:
+    """Yield the input in pieces of whole ranks, of about as many rows each. All tables are in order of rank."""
     if steps.is_empty():
         return
     ranks = np.unique(steps["rank"].to_numpy())
@@ -287,10 +282,10 @@ def _some_ranks(
     piece = np.cumsum(sum(np.diff(of) for of in bounds)) // _ROWS + np.arange(len(ranks)) // max(MOST // span, 1)
     for begin, end in pairwise([*np.flatnonzero(np.diff(piece, prepend=-1)).tolist(), len(ranks)]):
         rows = [table[int(of[begin]) : int(of[end])] for table, of in zip(tables, bounds, strict=True)]
-        yield _ranks_of(RankKeys(ranks[begin:end], origin, span), rows, kinds)
+        yield _ranks_of(RankKeys(ranks[begin:end], origin, span), rows)
 
 
-def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame], kinds: list[str]) -> _Ranks:
+def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame]) -> _Ranks:
     """Return the rows of these ranks, their times as keys."""
     steps, regions, collectives = tables
     of_steps, of_regions, of_calls = (keys.offset(table) for table in tables)
@@ -312,7 +307,6 @@ def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame], kinds: list[str]) -> _
         last=np.append(new[1:], len(steps)) - 1,
         regions=spans,
         kind=kind,
-        kinds=kinds,
         calls=Spans(starts, ends, collectives["_label"].to_numpy()),
         issued=issued,
         last_arrival=last_arrival,
@@ -334,9 +328,9 @@ def _swept(
     ranks: _Ranks, code: dict[str, int], blocked: Spans, last: list[Ints]
 ) -> tuple[Ints, Ints, Ints, Ints, Ints]:
     """Return what `cut_in_python` does, by the compiled sweep."""
-    layer = np.full(len(ranks.kinds) + 1, _NOBODY, np.int8)
+    layer = np.full(len(REGION_KINDS) + 1, _NOBODY, np.int8)
     for number, kinds in enumerate(_LAYERS):
-        layer[[ranks.kinds.index(kind) for kind in kinds if kind in ranks.kinds]] = number
+        layer[[REGION_KINDS.index(kind) for kind in kinds]] = number
     calls, regions = ranks.calls, ranks.regions
     state = ranks.ended.astype(np.uint8) + 2 * ranks.split.astype(np.uint8) + 4 * ranks.p2p.astype(np.uint8)
     rows = 2 * (len(ranks.step_start) + len(regions.start) + len(blocked.start)) + 3 * len(calls.start)

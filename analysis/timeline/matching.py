@@ -11,6 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock
+from rankscope.analysis.model.tables import WORDS
 from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import OPS, P2P_OPS
 
@@ -85,7 +86,7 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
     end that is moved behind its cause; local durations are exact, so that what follows stays where it is).
     """
     frame = collectives.rechunk()
-    op = _op_codes(frame["op"])
+    op = frame["op"].cast(WORDS["op"]).to_physical().cast(pl.UInt8).to_numpy()  # positions in OPS
     streams, stream = _streams(frame, op, groups, clocks)
     slots = _slots(stream, frame["seq"].to_numpy(), len(streams.sides))
     chunks = list(_chunks(frame, op, slots.of_row))
@@ -174,18 +175,6 @@ class _Places:
 def _slices(rows: int) -> Iterator[slice]:
     """All rows in chunks: what is computed on the way is then small, and its memory is used again."""
     return (slice(low, low + _CHUNK_ROWS) for low in range(0, rows, _CHUNK_ROWS))
-
-
-def _op_codes(op: pl.Series) -> NDArray[np.uint8]:
-    """Positions in OPS; 0, unknown, for what is not in it."""
-    hashes = pl.Series(OPS).hash().to_numpy()  # comparing those is three times as fast as a cast to an Enum
-    order = np.argsort(hashes)
-    code = np.empty(len(op), np.uint8)
-    for here in _slices(len(op)):
-        found = op[here].hash().to_numpy()
-        part = order[np.minimum(np.searchsorted(hashes[order], found), len(OPS) - 1)]
-        code[here] = np.where(hashes[part] == found, part, 0)
-    return code
 
 
 def _streams(

@@ -36,7 +36,7 @@ class Drawn:
             "middle_ns": pl.lit(None, pl.Int64) if self.middle is None else self.middle,
             "kind": self.kind.cast(pl.UInt8),
             "then": (pl.lit(0) if self.then is None else self.then).cast(pl.UInt8),
-            "name": self.name.replace("unknown", "communication").fill_null("?"),
+            "name": self.name.cast(pl.String).replace("unknown", "communication").fill_null("?"),
         }
 
 
@@ -46,7 +46,7 @@ def _phases(_: pl.DataFrame) -> Drawn:
 
 
 def _regions(_: pl.DataFrame) -> Drawn:
-    kind = pl.col("kind").replace("wait", "blocked")
+    kind = pl.col("kind").cast(pl.String).replace("wait", "blocked")
     track = pl.when(pl.col("thread") == 0).then(pl.lit("regions")).otherwise(pl.format("thread {}", "thread"))
     return Drawn(track=track, kind=_code(kind), name=pl.coalesce("name", "kind"))
 
@@ -102,4 +102,4 @@ DRAWN: dict[str, Callable[[pl.DataFrame], Drawn]] = {
 
 
 def _code(key: pl.Expr) -> pl.Expr:
-    return key.replace_strict(CODE, default=CODE["other"], return_dtype=pl.UInt8)
+    return key.cast(pl.String).replace_strict(CODE, default=CODE["other"], return_dtype=pl.UInt8)

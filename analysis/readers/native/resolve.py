@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.model.tables import CODES, is_id, named_as
+from rankscope.analysis.model.tables import CODES, WORDS, is_id, named_as
 from rankscope.collectors.schema import NO_PEER
 
 __all__ = ["with_codes", "with_late_ends", "with_names", "with_node", "with_peers"]
@@ -41,11 +41,11 @@ def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
 
 def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
     """Replace codes by their words."""
-    for column, (known, default) in CODES.items():
-        if column in frame.columns:
-            codes = dict(enumerate(known))
-            name = pl.col(column).replace_strict(codes, default=default, return_dtype=pl.String)
-            frame = frame.with_columns(pl.when(pl.col(column).is_not_null()).then(name).alias(column))
+    for column in CODES.keys() & set(frame.columns):
+        known, default = CODES[column]
+        words = pl.Series(column, [*known, default], WORDS.get(column, pl.String))
+        code = frame[column].clip(upper_bound=len(known))  # a newer recording may have more
+        frame = frame.with_columns(words.gather(code))
     return frame
 
 
