@@ -212,7 +212,7 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
     found = {name: value for name in TABLES if isinstance(value := getattr(timeline, name, None), pl.DataFrame)}
     found |= {name: getattr(timeline, name) for name in ("phases", "breakdown", "waits")}
     for name in ("memory", "clocks", "gaps", "nccl_calls", "nccl_events", "flight_records", "ras"):
-        found[name] = trace.table(name).pipe(apply_clocks, timeline.clocks).collect()
+        found[name] = apply_clocks(trace.table(name).collect(), timeline.clocks)
     found["nccl_waits"] = nccl_waits(timeline.collectives, found["nccl_calls"], found["nccl_events"])
     found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
     found["places"] = rank_places(trace.run)

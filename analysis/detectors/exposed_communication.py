@@ -60,6 +60,7 @@ from rankscope.analysis.metrics.step_matrix import (
     sums,
 )
 from rankscope.analysis.model.finding import Finding, NotChecked
+from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.model.tables import in_order
@@ -391,7 +392,7 @@ def _spans(
     inside = (
         phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(ops)))
         .drop("label")
-        .join(window, on=["rank", "step"], maintain_order="left")
+        .pipe(looked_up, window, ["rank", "step"])
         .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
         .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
     )
@@ -399,7 +400,7 @@ def _spans(
     window = window.join(_computed(inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))), on=by_step)
     exposed = (
         inside.filter(~is_work)
-        .join(window.select("rank", "step", "computed_ns"), on=by_step)
+        .pipe(looked_up, window.select("rank", "step", "computed_ns"), by_step)
         .filter(pl.col("start_ns") >= pl.col("computed_ns"))
     )
     hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
@@ -442,7 +443,7 @@ def _hidden(collectives: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
     reductions = (
         collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
         .select("rank", "step", "end_ns", "wait_ns", "size_bytes", start_ns=began)
-        .join(window, on=["rank", "step"])
+        .pipe(looked_up, window, ["rank", "step"])
         .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
     )
     begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))

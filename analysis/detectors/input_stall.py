@@ -188,7 +188,7 @@ def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fractio
 
 
 def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
-    if regions.filter(pl.col("kind") == "input").is_empty():
+    if not (regions["kind"] == "input").any():
         raise NotResolvable(text("no data loader was seen; time spent on input counts as the ranks' own"))
     return judged_grid(breakdown, 1)
 

@@ -24,6 +24,7 @@ larger `bucket_cap_mb` (25 by default); scalars of metrics stacked into one tens
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -114,7 +115,12 @@ def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:
             rows.append((op, group, line.latency_ns, steepest, min(_BOUND_BY_LATENCY * line.half_bytes, size)))
         elif size <= _TINY_BYTES and usual is not None:
             rows.append((op, group, usual, usual / _FUSED_TINY_BYTES, size))
-    columns = {"op": WORDS["op"], "group_id": pl.Int64, "latency_ns": pl.Float64, "ns_per_byte": pl.Float64}
+    columns: dict[str, Any] = {
+        "op": WORDS["op"],
+        "group_id": pl.Int64,
+        "latency_ns": pl.Float64,
+        "ns_per_byte": pl.Float64,
+    }
     return pl.DataFrame(rows, {**columns, "most_bytes": pl.Float64}, orient="row")
 
 

@@ -112,5 +112,5 @@ def _model(trace: Trace, timeline: Timeline, options: ReportOptions) -> Model:
     """Return the model's demand: as given, or by the shapes of the recorded operators."""
     if options.flops_per_step is not None:
         return demand(timeline.ranks, options.flops_per_step, options.peak_tflops), None
-    operators = trace.table("operators").pipe(apply_clocks, timeline.clocks).collect()
+    operators = apply_clocks(trace.table("operators").collect(), timeline.clocks)
     return count_flops(timeline.ranks, operators, timeline.kernels, timeline.steps, options.peak_tflops)

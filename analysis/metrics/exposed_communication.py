@@ -43,7 +43,11 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
 
     Phases of one rank do not overlap.
     """
-    wanted = phases.filter(pl.col("part").is_in(parts)).select("rank", "start_ns", "end_ns").sort("rank", "start_ns")
+    wanted = (
+        phases.filter(pl.col("part").is_in(parts))
+        .select("rank", "start_ns", "end_ns")
+        .pipe(in_order, "rank", "start_ns")
+    )
     if wanted.is_empty() or spans.is_empty():
         return np.zeros(len(spans), np.int64)
     low, high = (np.concatenate([frame[c].to_numpy() for frame in (wanted, spans)]) for c in ("start_ns", "end_ns"))
@@ -77,7 +81,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
         collectives.filter(pl.col("wait_ns").is_not_null(), pl.col("end_ns").is_not_null())
         .select(cs.by_name(*_OF_OPERATION, require_all=False))
         .with_columns(begin_ns=arrival + pl.col("wait_ns"))
-        .sort("rank", "begin_ns", "end_ns")
+        .pipe(in_order, "rank", "begin_ns", "end_ns")
     )
     reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
     alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")

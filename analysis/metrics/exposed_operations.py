@@ -32,27 +32,31 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     alone = alone.with_columns(
         exposed_ns=pl.Series(spent(phases, ("unsplit",), spans), dtype=pl.Int64), is_bound=pl.lit(True)
     )
-    named = groups.select(
-        "group_id",
-        "role",
-        about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True),
-    ).unique("group_id")
-    by_step = ["rank", "step", *BY_SORT]
+    rows = pl.concat([known, alone], how="diagonal")
+    purposes = _purposes(rows, groups)
+    rows = rows.join(purposes, on=["group_id", "op"], how="left", maintain_order="left")
+    begin, by_step = pl.col("begin_ns"), ["rank", "step", "_purpose"]
+    return rows.select(
+        *("rank", "step", "instance_id", "group", "sort", "kind", pl.col("_op").alias("op")),
+        *("start_ns", "end_ns", "exposed_ns", "is_bound"),
+        began_ns=pl.coalesce("device_start_ns", "start_ns"),
+        transfer_ns=(pl.col("end_ns") - begin).clip(0, None),
+        is_edge=(begin == begin.min().over(by_step)) | (begin == begin.max().over(by_step)),
+    )
+
+
+def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
+    """Return `sort`, `kind`, `_op` of each group_id and op, as `exposed_operations` has them; `_purpose` counts them."""
+    about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
+    named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
-    begin = pl.col("begin_ns")
+    op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
     return (
-        pl.concat([known, alone], how="diagonal")
-        .join(named, on="group_id", how="left")
-        .with_columns(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group())
-        .with_columns(
-            op=pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
-        )
-        .select(
-            *("rank", "step", "instance_id", "group", *BY_SORT, "start_ns", "end_ns", "exposed_ns", "is_bound"),
-            began_ns=pl.coalesce("device_start_ns", "start_ns"),
-            transfer_ns=(pl.col("end_ns") - begin).clip(0, None),
-            is_edge=(begin == begin.min().over(by_step)) | (begin == begin.max().over(by_step)),
-        )
+        rows.select("group_id", "op", "group")
+        .unique(["group_id", "op"], maintain_order=True)
+        .join(named, on="group_id", how="left", maintain_order="left")
+        .select("group_id", "op", sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group(), _op=op)
+        .with_columns(_purpose=pl.struct("sort", "kind", "_op").rank("dense"))
     )
 
 

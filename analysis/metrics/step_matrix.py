@@ -135,15 +135,21 @@ def places(values: pl.Series, among: pl.Series) -> Ints:
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
     """Own time by label of the phases, arrays of (rank, step) in ns; together they are the grid's own time."""
-    own = phases.filter(pl.col("part").is_in(OWN))
-    labels = own["label"].unique().sort()
-    label = own["label"].cast(pl.Enum(labels)).to_physical().to_numpy().astype(np.int64)
+    own, labels, label = _labelled(phases)
     rank, step = _known_places(own["rank"], grid.ranks), _known_places(own["step"], grid.steps)
     shape = (len(labels), len(grid.ranks), len(grid.steps))
     cell = np.where((rank >= 0) & (step >= 0), (label * shape[1] + rank) * shape[2] + step, math.prod(shape))
-    length = (own["end_ns"] - own["start_ns"]).to_numpy()
-    values = np.bincount(cell, length, math.prod(shape) + 1)[:-1].reshape(shape)
+    values = np.bincount(cell, own["ns"].to_numpy(), math.prod(shape) + 1)[:-1].reshape(shape)
     return dict(zip(labels.to_list(), values, strict=True))
+
+
+@once
+def _labelled(phases: pl.DataFrame) -> tuple[pl.DataFrame, pl.Series, Ints]:
+    """Return the phases of own time (rank, step, ns), their labels in order, and the place of each one's."""
+    own = phases.filter(pl.col("part").is_in(OWN))
+    labels = own["label"].unique().sort()
+    label = own["label"].cast(pl.Enum(labels)).to_physical().to_numpy().astype(np.int64)
+    return own.select("rank", "step", ns=pl.col("end_ns") - pl.col("start_ns")), labels, label
 
 
 def sums(grid: StepGrid, rows: pl.DataFrame, column: str) -> Floats:

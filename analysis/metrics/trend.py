@@ -38,16 +38,17 @@ def trend(values: Floats) -> Trend:
     count = len(points)
     early, late = np.triu_indices(count, 1)
     rises = points[late] - points[early]
-    slopes = np.sort(rises / (late - early))
+    slopes = rises / (late - early)
     slope = float(np.median(slopes))
     residual = points - slope * np.arange(count)
     deviation = (count * (count - 1) * (2 * count + 5) / 18 * _resemblance(residual)) ** 0.5
     within = 1.96 * deviation / 2
     low, high = (int(np.clip(len(slopes) / 2 + x, 0, len(slopes) - 1)) for x in (-within, within))
+    ordered = np.partition(slopes, (low, high))
     return Trend(
         first=float(np.median(residual)),
         growth=slope * (count - 1),
-        half_width=float(slopes[high] - slopes[low]) / 2 * (count - 1),
+        half_width=float(ordered[high] - ordered[low]) / 2 * (count - 1),
         z=float(np.sign(rises).sum() / deviation),
     )
 

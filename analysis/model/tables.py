@@ -81,16 +81,22 @@ def named_as(column: str) -> str:
     return column.removesuffix("_id")
 
 
-def in_order(frame: pl.DataFrame, owner: str, key: str) -> pl.DataFrame:
-    """Return the rows by these two columns.
+def in_order(frame: pl.DataFrame, *by: str) -> pl.DataFrame:
+    """Return the rows by these columns of whole numbers.
 
     Equal ones keep their order. A frame that is in order already is not copied.
     """
     if frame.is_empty():
         return frame
-    by, at = frame[owner], frame[key]
-    if not by.null_count() and not at.null_count() and by.is_sorted():
-        changes = by[1:] != by[:-1]
-        if (changes | (at[1:] >= at[:-1])).all():
-            return frame
-    return frame.sort(owner, key, maintain_order=True)
+    equal = np.ones(len(frame) - 1, np.bool_)
+    for column in by:
+        values = frame[column]
+        if values.null_count():
+            break
+        earlier, later = values.to_numpy()[:-1], values.to_numpy()[1:]
+        if (equal & (later < earlier)).any():
+            break
+        equal &= later == earlier
+    else:
+        return frame
+    return frame.sort(by, maintain_order=True)

@@ -135,7 +135,7 @@ def _operators(regions: pl.DataFrame, steps: int) -> tuple[Operator, ...]:
 
 def _on_one_clock(frames: list[pl.DataFrame], clocks: Iterable[Clock]) -> pl.DataFrame:
     clocks = list(clocks)
-    return pl.concat([frame.lazy().pipe(apply_clocks, clocks).collect() for frame in frames])
+    return pl.concat([apply_clocks(frame, clocks) for frame in frames])
 
 
 def _joined(rows: pl.DataFrame, more: pl.DataFrame) -> pl.DataFrame:

@@ -108,7 +108,7 @@ class Stretch:
         Times are on node 0's clock.
         """
         rows = self.counted.filter(pl.col("step").is_between(self.first - 1, self.last + 1))
-        return rows.lazy().pipe(apply_clocks, clocks).select("rank", "step", "start_ns", "end_ns").collect()
+        return apply_clocks(rows, clocks).select("rank", "step", "start_ns", "end_ns")
 
 
 def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch | None:

@@ -120,7 +120,7 @@ class _Source:
 
     def read(self, name: str, owner: str = "rank", key: str = "start_ns") -> pl.DataFrame:
         """Give a table on the run's clock, in order."""
-        return in_order(self.trace.table(name).pipe(apply_clocks, self.clocks).collect(), owner, key)
+        return in_order(apply_clocks(self.trace.table(name).collect(), self.clocks), owner, key)
 
     @property
     def stretch(self) -> Stretch | None:
@@ -129,8 +129,8 @@ class _Source:
     def marks(self) -> pl.DataFrame:
         """Give the table `device_marks` on the run's clock."""
         times = {"recorded_ns": "start_ns", "device_ns": "end_ns"}
-        on_clock = self.trace.table("device_marks").rename(times).pipe(apply_clocks, self.clocks)
-        return on_clock.rename({name: column for column, name in times.items()}).collect()
+        on_clock = apply_clocks(self.trace.table("device_marks").rename(times).collect(), self.clocks)
+        return on_clock.rename({name: column for column, name in times.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -320,9 +320,9 @@ def _cut(source: _Source, matched: _Matched, found: _Steps, ranks: pl.DataFrame,
     timed = _on_a_clock(collectives)
     cut = pl.concat([phases(hosts, regions, timed), device_phases(devices, matched.kernels, regions, timed)])
     cut = cut if marks.is_empty() else mark_phases(marks, split, regions, device_waits)
-    arrival = pl.coalesce("device_start_ns", "start_ns").alias("_arrival_ns")
     enqueued_in = found.steps if marks.is_empty() else found.hosts
-    placed = in_steps(collectives.with_columns(arrival), enqueued_in, at="_arrival_ns").drop("_arrival_ns")
+    arrival = collectives.select(pl.coalesce("device_start_ns", "start_ns")).to_series()
+    placed = in_steps(collectives, enqueued_in, arrival)
     if len(marks):
         placed = awaited(placed, device_waits)
         cut = split_by_durations(cut, placed)

@@ -10,6 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock
+from rankscope.analysis.model.lookup import row_of
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
@@ -91,27 +92,24 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
         placed |= new
 
 
-def apply_clocks(frame: pl.LazyFrame, clocks: Iterable[Clock]) -> pl.LazyFrame:
-    """Return the frame with every time column on node 0's clock.
+def apply_clocks(rows: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:
+    """Return the rows with every time column on node 0's clock.
 
-    It needs the column `node`. Other rows are unchanged.
+    They need the column `node`. Other columns are unchanged.
     """
     clocks = list(clocks)
     if not any(c.offset_ns or c.drift_ppm for c in clocks):  # large traces mostly come from one node
-        return frame
-    table = pl.LazyFrame(
-        [(c.node, c.offset_ns, c.drift_ppm, c.at_ns) for c in clocks],
-        schema={"node": pl.Int32, "_offset": pl.Int64, "_drift": pl.Float64, "_at": pl.Int64},
-        orient="row",
-    )
-    times = [c for c in frame.collect_schema().names() if c in TIME_COLUMNS]
-
-    def shifted(column: str) -> pl.Expr:
-        drift = ((pl.col(column) - pl.col("_at")) * pl.col("_drift") * 1e-6).round().cast(pl.Int64)
-        return (pl.col(column) + pl.col("_offset").fill_null(0) + drift.fill_null(0)).alias(column)
-
-    joined = frame.join(table, on="node", how="left", maintain_order="left")
-    return joined.with_columns(shifted(c) for c in times).drop("_offset", "_drift", "_at")
+        return rows
+    of = row_of(rows, pl.DataFrame({"node": [clock.node for clock in clocks]}, {"node": pl.Int32}), ["node"])
+    # One more for rows of a node whose clock is not known.
+    offset, at = (np.array([*values, 0]) for values in zip(*((c.offset_ns, c.at_ns) for c in clocks), strict=True))
+    drift = np.array([*(clock.drift_ppm for clock in clocks), 0.0])
+    shifted = []
+    for column in rows.columns:
+        if column in TIME_COLUMNS and rows[column].null_count() < len(rows):
+            ahead = (rows[column].fill_null(0).to_numpy() - at[of]) * drift[of] * 1e-6
+            shifted.append(rows[column] + pl.Series(offset[of] + np.rint(ahead).astype(np.int64)))
+    return rows.with_columns(shifted)
 
 
 def _fit_node(pings: pl.DataFrame, node: int, reference: int, anchor: Callable[[int], int | None]) -> Clock:
@@ -191,9 +189,10 @@ def _bounds(events: pl.DataFrame, known: list[Clock]) -> pl.DataFrame:
     errors = pl.LazyFrame(
         [(c.node, c.error_ns) for c in known], schema={"node": pl.Int32, "error_ns": pl.Int64}, orient="row"
     )
-    renamed = events.lazy().rename({"came_ns": "start_ns", "ended_ns": "end_ns"})
+    renamed = events.rename({"came_ns": "start_ns", "ended_ns": "end_ns"})
     there = (
         apply_clocks(renamed, known)
+        .lazy()
         .join(errors, on="node")
         .group_by("instance_id")
         .agg(

@@ -45,7 +45,7 @@ PARTS = (
     *("input", "gc", "compile", "checkpoint", "host", "optimizer", "other"),
 )
 
-PHASE_COLUMNS = {
+PHASE_COLUMNS: dict[str, Any] = {
     "rank": pl.Int32,
     "step": pl.Int32,
     "part": pl.Enum(PARTS),

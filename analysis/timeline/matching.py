@@ -95,7 +95,11 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
     early = [_early_ns(rows, places.cause_ns) for rows in chunks]
     places = _without_wrong_ends(places, chunks, early)
     said = [_say(rows, places, ns) for rows, ns in zip(chunks, early, strict=True)]
-    return pl.concat(said) if said else frame.with_columns(pl.lit(None, t).alias(c) for c, t in MATCHED_COLUMNS.items())
+    return (
+        pl.concat(said, rechunk=True)
+        if said
+        else frame.with_columns(pl.lit(None, t).alias(c) for c, t in MATCHED_COLUMNS.items())
+    )
 
 
 @dataclass(frozen=True, slots=True)

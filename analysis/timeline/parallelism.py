@@ -29,8 +29,8 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     in process groups that are called a pipeline's and in which ranks send to each other; else along the chains of
     ranks that send to their neighbours only (a ring is no pipeline: its ranks do all the same).
     """
-    named = regions.filter(pl.col("stage").is_not_null()).group_by("rank").agg(pl.col("stage").unique().sort())
-    if len(named):
+    if regions["stage"].null_count() < len(regions):
+        named = regions.filter(pl.col("stage").is_not_null()).group_by("rank").agg(pl.col("stage").unique().sort())
         return {rank: tuple(stages) for rank, stages in named.iter_rows()}
     sent = collectives.filter(pl.col("op").is_in(P2P_OPS))
     if sent.is_empty():

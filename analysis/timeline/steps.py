@@ -67,7 +67,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
     """
     source = pl.when(pl.col("start_ns").is_null()).then(pl.lit(MARKERS)).otherwise(pl.lit(PROFILER)).alias("source")
     marks = _on_main_or_all(steps).select("rank", "start_ns", "end_ns", source)
-    unmarked = regions.join(marks.select("rank").unique(), on="rank", how="anti")
+    unmarked = regions if marks.is_empty() else regions.join(marks.select("rank").unique(), on="rank", how="anti")
     anchors = _anchor_ends(unmarked, collectives).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
     ends = pl.concat([marks, anchors], how="diagonal")
     seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
@@ -243,11 +243,15 @@ def _idle_from(begin: int, start: NDArray[np.int64], end: NDArray[np.int64]) -> 
     return int(until[:-1][idle][0]) if idle.any() else _AFTER_ALL
 
 
-def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: str = "start_ns") -> pl.DataFrame:
-    """Return the rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside."""
-    begun = last_begun(steps, rows["rank"], rows[at])
+def in_steps(rows: pl.DataFrame, steps: pl.DataFrame, at: pl.Series | None = None) -> pl.DataFrame:
+    """Return the rows, in their order, with the `step` for which start_ns ≤ `at` < end_ns; null outside.
+
+    `at` is the rows' own start_ns where it is not given.
+    """
+    at = rows["start_ns"] if at is None else at
+    begun = last_begun(steps, rows["rank"], at)
     end = np.append(steps["end_ns"].to_numpy(), _NEVER)[begun]
-    inside = pl.Series(rows[at].fill_null(_AFTER_ALL).to_numpy() < end)
+    inside = pl.Series(at.fill_null(_AFTER_ALL).to_numpy() < end)
     step = steps["step"].extend_constant(None, 1)[begun]
     return rows.with_columns(pl.when(inside).then(step).alias("step"))
 

@@ -71,7 +71,7 @@ _IF_KNOWN = {"flops", "flops_per_s", "bytes", "bytes_per_s"}
 
 def _by_name(run: Run) -> pl.DataFrame:
     """Return the kernels with their FLOPs, where the trace has the shapes of operators, and the bytes of copies."""
-    operators = run.trace.table("operators").pipe(apply_clocks, run.timeline.clocks).collect()
+    operators = apply_clocks(run.trace.table("operators").collect(), run.timeline.clocks)
     flops, moved = flops_of_kernels(operators, run.timeline.kernels), bytes_moved(run.timeline.kernels)
     return (
         by_name(run.timeline.kernels)

@@ -45,7 +45,7 @@ def command(
         trace = Trace.open(run)
         timeline = build_timeline(trace)
         report = report_on(trace, timeline)
-    gaps = trace.table("gaps").pipe(apply_clocks, timeline.clocks).collect()
+    gaps = apply_clocks(trace.table("gaps").collect(), timeline.clocks)
     unfinished = file.with_name(f"{file.name}.part")
     try:
         part = perfetto.chosen(timeline, ranks, steps)

@@ -147,8 +147,8 @@ def placed(rows):
 def furthest(clock, offset_ns, drift_ppm, seconds):
     """By how much the clock is wrong at most, from the first to the last operation."""
     own = [BEGIN - offset_ns, BEGIN - offset_ns + seconds * 10**9]
-    frame = pl.LazyFrame({"node": [1, 1], "start_ns": own}, schema_overrides={"node": pl.Int32})
-    got = apply_clocks(frame, [clock]).collect()["start_ns"].to_list()
+    frame = pl.DataFrame({"node": [1, 1], "start_ns": own}, schema_overrides={"node": pl.Int32})
+    got = apply_clocks(frame, [clock])["start_ns"].to_list()
     return max(abs(g - (BEGIN + s * 10**9 * (1 + drift_ppm * 1e-6))) for g, s in zip(got, (0, seconds), strict=True))
 
 
@@ -171,7 +171,7 @@ def test_two_percent_of_wrong_ends_do_not_move_the_clock_and_are_repaired_and_co
     clock = placed(rows)
     assert furthest(clock, 7 * MS, 20, 599) <= clock.error_ns < 1 * MS
     clocks = [ONE_NODE[0], clock]
-    repaired = matched(apply_clocks(rows.lazy(), clocks).collect(), clocks=clocks)
+    repaired = matched(apply_clocks(rows, clocks), clocks=clocks)
     early = repaired.filter(pl.col("early_ns") > 0)
     assert set(early["seq"]) == set(wrong.tolist())
     assert early["early_ns"].max() < 50 * MS + clock.error_ns

@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.model.lookup import gathered, row_of
 from rankscope.analysis.model.tables import CODES, WORDS, is_id, named_as
 from rankscope.collectors.schema import NO_PEER
 
@@ -15,9 +16,8 @@ __all__ = ["with_codes", "with_late_ends", "with_names", "with_node", "with_peer
 
 def with_node(frame: pl.DataFrame, ranks: pl.DataFrame, node: int | None) -> pl.DataFrame:
     """Return the node of each row's rank; where the rank's own row was lost `node`, or null if that is None."""
-    nodes = ranks.select("rank", "node").unique("rank", keep="last")
-    frame = frame.join(nodes, on="rank", how="left", maintain_order="left")
-    return frame if node is None else frame.with_columns(pl.col("node").fill_null(node))
+    found = gathered(ranks["node"], row_of(frame, ranks, ["rank"]))
+    return frame.with_columns(found if node is None else found.fill_null(node))
 
 
 def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
@@ -26,16 +26,12 @@ def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
     owner = "rank" if "rank" in frame.columns else "node"
     if ids:
         names = strings.filter(pl.col("attempt").is_null() == (owner == "node"))
-        names = names.select(owner, "name_id", pl.col("name").alias("_name"))
-        names = names.unique([owner, "name_id"], keep="last")
         for column in ids:
-            different = (
-                frame.select(owner, column)
-                .unique()
-                .join(names, how="left", left_on=[owner, column], right_on=[owner, "name_id"])
-                .select(owner, column, pl.coalesce("_name", pl.format("#{}", column)).alias(named_as(column)))
-            )
-            frame = frame.join(different, how="left", on=[owner, column], maintain_order="left").drop(column)
+            found = row_of(frame, names.select(owner, pl.col("name_id").alias(column)), [owner, column])
+            named = gathered(names["name"], found).alias(named_as(column))
+            if named.null_count() > frame[column].null_count():
+                named = frame.select(pl.coalesce(named, pl.format("#{}", column)).alias(named.name)).to_series()
+            frame = frame.drop(column).with_columns(named)
     return with_codes(frame)
 
 
@@ -60,6 +56,8 @@ def with_peers(clocks: pl.DataFrame, run: Mapping[int, Mapping[str, Any]]) -> pl
 
 def with_late_ends(collectives: pl.DataFrame, completions: pl.DataFrame) -> pl.DataFrame:
     """Fill in ends that came after the row had been written."""
+    if completions.is_empty():
+        return collectives
     keys = ["rank", "attempt", "number"]
     late = completions.select(*keys, pl.col("end_ns").alias("_late")).unique(keys)
     return (
