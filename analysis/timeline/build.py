@@ -205,8 +205,8 @@ def build_timeline(trace: Trace) -> Timeline:
     return Timeline(
         ranks=ranks,
         steps=found.steps,
-        collectives=cut.collectives,
-        regions=found.regions,
+        collectives=_inside(source, cut.collectives),
+        regions=_inside(source, found.regions),
         kernels=matched.kernels,
         launches=matched.launches,
         phases=cut.phases,
@@ -338,6 +338,12 @@ def _cut(source: _Source, matched: _Matched, found: _Steps, ranks: pl.DataFrame,
         ops=ops,
         gaps=[*no_ops, *broken("phases", lambda: check_phases(cut, split))],
     )
+
+
+def _inside(source: _Source, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows, of a part of the run only those in its steps: so its judged rows need no memory of their own."""
+    stretch = source.stretch
+    return rows if stretch is None or stretch.is_to_the_end else rows.filter(pl.col("step") >= stretch.first)
 
 
 def _samples(source: _Source) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -119,10 +119,10 @@ def _why_open(node: int, stored: StoredRows, read: Callable[[str], pl.DataFrame]
     )
 
 
-def open_ends(collectives: pl.DataFrame, flight_records: pl.DataFrame) -> list[Gap]:
-    """Return collectives whose end was never seen, by rank."""
+def open_ends(unended: pl.DataFrame, flight_records: pl.DataFrame) -> list[Gap]:
+    """Return collectives whose end was never seen, by rank; `unended` has the rank of each."""
     timed = flight_records.drop_nulls("duration_ns")["rank"].unique()  # what lacks one is unmatched
-    unseen = collectives.filter(pl.col("end_ns").is_null(), ~pl.col("rank").is_in(timed.implode()))
+    unseen = unended.filter(~pl.col("rank").is_in(timed.implode()))
     counts = unseen.group_by("rank").len().sort("rank")
     return [
         Gap(

@@ -37,7 +37,7 @@ __all__ = ["NativeReader"]
 
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
-_LARGE = ("kernels", "launches")  # readers keep what they need of them
+_LARGE = ("kernels", "launches", "collectives", "regions")  # readers keep what they need of them
 
 
 class NativeReader:
@@ -77,6 +77,7 @@ class NativeReader:
         self._stored = StoredRows(self.run, self._parts, mine, [*self._of_files], self.where, self._whole)
         self._tables: dict[str, pl.DataFrame] = {}
         self._seen: set[str] = set()  # tables whose gaps are noted
+        self._unended = pl.DataFrame(schema={"rank": pl.Int32})  # the rank of each collective without an end
 
     def part(self, steps: tuple[int, int]) -> NativeReader:
         """Return these steps of the same files, which are not looked for again."""
@@ -137,6 +138,8 @@ class NativeReader:
             if name not in _READ_BY_OTHERS:
                 self._stored.forget(name)
             self._seen.add(name)
+            if name == "collectives":
+                self._unended = frame.filter(pl.col("end_ns").is_null()).select("rank")
             if name in _LARGE:
                 return frame
             self._tables[name] = frame
@@ -230,7 +233,7 @@ class NativeReader:
             *silent_ranks(self._stored),
             *removed_rows(self.run, self.kept_since, shrunk=self.has_shrunk),
             *other_worlds(self._worlds, self._analyzed, self.where),
-            *open_ends(self.read("collectives"), self.read("flight_records")),
+            *open_ends(self._unended, self.read("flight_records")),
             *recorded_gaps(self._stored),
         ]
 
