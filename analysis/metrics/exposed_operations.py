@@ -46,7 +46,7 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
 
 
 def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Return `sort`, `kind`, `_op` of each group_id and op, as `exposed_operations` has them; `_purpose` counts them."""
+    """Return `sort`, `kind`, `_op` of each group_id and op, as `exposed_operations` has them, and their number."""
     about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
     named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
