@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
-from rankscope.analysis.readers.workers import Lost, begun
+from rankscope.analysis.readers.workers import Lost, begun, cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
@@ -35,8 +35,9 @@ from rankscope.errors import BadInput
 __all__ = ["summarize", "whole_run", "with_whole_run"]
 
 _NAME = "stretches"
-_BYTES = 1_500_000_000  # that a report on the steps of a stretch would take in memory
-_OF_REPORT = 0.6  # of that, at most: the share that a stretch takes
+_BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
+_OF_REPORT = 0.55  # of that: the share that a stretch takes
+_BLOCKS_EACH, _IN_BLOCK = 2, 8  # of one process, at least; stretches, at most
 _CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 
 
@@ -76,21 +77,31 @@ def whole_run(
         yield over_all
 
 
-def summarize(paths: tuple[str, ...], files: str, first: int, last: int, options: ReportOptions) -> StretchSummary:
-    """Analyze these steps of a run, both included. If that fails, the summary has the reason.
+def summarize(
+    paths: tuple[str, ...], files: str, stretches: Sequence[tuple[int, int]], options: ReportOptions, scratch: str
+) -> list[StretchSummary]:
+    """Analyze stretches of a run that follow each other, from first to last step. If one fails, its summary says why.
 
-    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again.
+    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. `scratch`
+    is a folder for what is unpacked.
     """
-    try:
-        trace = _opened(paths, files).part(first, last)
-        timeline = build_timeline(trace)
-        judged = judge(trace, timeline, options, replays=False)
-    except BadInput as error:
-        return StretchSummary(first=first, last=last, why=str(error))
-    except Exception as error:  # the report on other steps is done, and must not be lost for this
-        why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
-        return StretchSummary(first=first, last=last, why=why)
-    return _summary(first, last, judged, timeline)
+    parts: list[Trace] = []
+
+    def summary(first: int, last: int) -> StretchSummary:
+        try:
+            if not parts:
+                parts.extend(_opened(paths, files).parts([each for each in stretches if each[0] >= first], scratch))
+            trace = parts.pop(0)
+            timeline = build_timeline(trace)
+            judged = judge(trace, timeline, options, replays=False)
+        except BadInput as error:
+            return StretchSummary(first=first, last=last, why=str(error))
+        except Exception as error:  # the report on other steps is done, and must not be lost for this
+            why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
+            return StretchSummary(first=first, last=last, why=why)
+        return _summary(first, last, judged, timeline)
+
+    return [summary(first, last) for first, last in stretches]
 
 
 @lru_cache(maxsize=1)
@@ -142,6 +153,21 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
     return found
 
 
+def _blocks(wanted: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Return the stretches in blocks of those that follow each other, which one process analyzes.
+
+    As many together as leave each process some blocks: their files are unpacked once for each block.
+    """
+    size = min(max(len(wanted) // (_BLOCKS_EACH * cores()), 1), _IN_BLOCK)
+    blocks: list[list[tuple[int, int]]] = []
+    for cut in wanted:
+        if blocks and blocks[-1][-1][1] + 1 == cut[0] and len(blocks[-1]) < size:
+            blocks[-1].append(cut)
+        else:
+            blocks.append([cut])
+    return blocks
+
+
 @contextmanager
 def _begun(
     paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, beside: int, options: ReportOptions
@@ -158,17 +184,22 @@ def _begun(
     held = kept(folder, _NAME, of, StretchSummaries) or StretchSummaries([])
     known = {(one.first, one.last): one for one in held.stretches}
     wanted = [cut for cut in cuts if cut not in known]
-    arguments = [(tuple(paths), files, *cut, options) for cut in wanted]
-    costs = [(last - first + 1) * step_bytes for first, last in wanted]
-    cpu_s, memory = [cost * _CPU_S_PER_BYTE for cost in costs], round(_OF_REPORT * max(costs, default=0))
-    with begun(summarize, arguments, cpu_s, memory=memory, what=text("stretches"), beside=beside) as results:
+    blocks = _blocks(wanted)
+    costs = [[(last - first + 1) * step_bytes for first, last in block] for block in blocks]
+    cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
+    memory = round(_OF_REPORT * max(map(max, costs), default=0))
+    with ExitStack() as stack:
+        scratch = stack.enter_context(scratch_folder()) if wanted else ""
+        arguments = [(tuple(paths), files, block, options, scratch) for block in blocks]
+        started = begun(summarize, arguments, cpu_s, memory=memory, what=text("stretches"), beside=beside)
+        results = stack.enter_context(started)
 
         def summaries() -> list[StretchSummary]:
             try:
-                for cut, one in zip(wanted, results, strict=True):
-                    known[cut] = (
-                        StretchSummary(first=cut[0], last=cut[1], why=one.why) if isinstance(one, Lost) else one
-                    )
+                for block, found in zip(blocks, results, strict=True):
+                    if isinstance(found, Lost):
+                        found = [StretchSummary(first=first, last=last, why=found.why) for first, last in block]
+                    known.update(zip(block, found, strict=True))
             finally:  # after Ctrl-C too: the next report goes on from there
                 if wanted:
                     there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]

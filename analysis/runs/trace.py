@@ -6,7 +6,7 @@ import importlib
 import itertools
 import os
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,6 +92,13 @@ class Trace:
             reader = self.reader.folder.part((first, last))
             reader.stretch = stretch_of(reader, reader.asked)
         return replace(self, reader=reader)
+
+    def parts(self, stretches: Sequence[tuple[int, int]], folder: str) -> list[Trace]:
+        """Return these stretches of the run, each as `part` does. Their files are unpacked once, into this folder."""
+        parts = [self.part(first, last) for first, last in stretches]
+        assert self.reader.folder
+        self.reader.folder.unpack_once([part.reader.folder for part in parts if part.reader.folder], folder)
+        return parts
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""

@@ -59,9 +59,10 @@ def test_what_costs_over_the_whole_run_is_added_up(recorded, report):
     assert found.lost_fraction == pytest.approx(sum(lost) / time_ns, rel=1e-9)
 
 
-def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded):
+def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded, tmp_path):
     """What a slow rank costs is no more than fixing it brings: that confirms it, as in a report on these steps."""
-    (found,) = summarize((str(recorded),), "", 0, 29, ReportOptions()).findings
+    (summary,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path))
+    (found,) = summary.findings
     (reported,) = diagnose(Trace.open(recorded / "steps=0-29")).findings
     assert (found.detector, found.confidence, reported.confidence) == ("slow_rank", "confirmed", "confirmed")
     assert found.lost_ns_total == reported.lost_ns_total
@@ -72,6 +73,14 @@ def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summa
     monkeypatch.setattr(workers, "_WORTH_S", 0.0)
     monkeypatch.setattr(stretches, "kept", lambda *_: None)
     assert json_form.render(report()) == here
+
+
+def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path):
+    asked, options = [(0, 29), (30, 59), (60, 89)], ReportOptions()
+    alone = [one for stretch in asked for one in summarize((str(recorded),), "", [stretch], options, str(tmp_path))]
+    assert all(one.analyzed for one in alone)
+    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
+    assert list(tmp_path.iterdir()) == []  # what was unpacked is gone
 
 
 def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
@@ -96,7 +105,7 @@ def test_summaries_of_other_files_are_not_used(recorded, report, monkeypatch):
     node = next(recorded.glob("run/node=*.json"))
     os.utime(node, ns=(1, 1))
     report()
-    assert [(first, last) for *_, first, last, _ in asked] == [(0, 29), (30, 59), (60, 89)]
+    assert [stretches for _, _, stretches, *_ in asked] == [[(0, 29)], [(30, 59)], [(60, 89)]]
 
 
 def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, report):
@@ -111,11 +120,11 @@ def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, repo
     assert json_form.render(report()) == before
 
 
-def killed(paths, files, first, last, asked):
+def killed(paths, files, asked, *rest):
     """Analyze a stretch, unless it is the second: that ends its process."""
-    if first == 30:
+    if asked == [(30, 59)]:
         os.kill(os.getpid(), signal.SIGKILL)
-    return summarize(paths, files, first, last, asked)
+    return summarize(paths, files, asked, *rest)
 
 
 def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
@@ -127,11 +136,11 @@ def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
     assert any("killed 2 times" in gap.why and "30-59" in gap.why for gap in said.gaps)
 
 
-def interrupted(paths, files, first, last, asked):
+def interrupted(paths, files, asked, *rest):
     """Analyze a stretch, unless it is the third: there the user has had enough."""
-    if first == 60:
+    if asked == [(60, 89)]:
         raise KeyboardInterrupt
-    return summarize(paths, files, first, last, asked)
+    return summarize(paths, files, asked, *rest)
 
 
 def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, monkeypatch):

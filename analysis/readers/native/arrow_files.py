@@ -18,7 +18,7 @@ from rankscope.analysis.readers.bounds import check_bytes
 from rankscope.analysis.text.message import text
 from rankscope.collectors.checksum import is_intact
 
-__all__ = ["AT_THE_END", "Within", "at_once", "count_rows", "order_of", "read_rows", "time_in_the_middle"]
+__all__ = ["AT_THE_END", "Within", "at_once", "between", "count_rows", "order_of", "read_rows", "time_in_the_middle"]
 
 _MAGIC = b"ARROW1"
 _HEADER = 8  # the magic, padded
@@ -126,17 +126,21 @@ def _opened(source: pa.NativeFile, columns: list[int] | None = None) -> pa.Recor
 
 
 def _only(rows: pa.Table, within: Within) -> pa.Table:
-    """Return the rows within the time; those of a sealed file are in order."""
-    if within.order not in rows.column_names:
-        return rows
-    at = rows[within.order]
+    return between(rows, within.order, [(within.begin_ns, within.end_ns)])[0]
+
+
+def between(rows: pa.Table, order: str, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
+    """Return the rows between each two times, both included, by this column; those of a sealed file are in order."""
+    if order not in rows.column_names:
+        return [rows] * len(spans)
+    at = rows[order]
     times = at.to_numpy()
     if not at.null_count and (times[1:] >= times[:-1]).all():
-        first, end = np.searchsorted(times, (within.begin_ns, within.end_ns + 1))
-        return rows.slice(first, end - first)
+        edges = np.searchsorted(times, [(begin, end + 1) for begin, end in spans]).tolist()
+        return [rows.slice(first, end - first) for first, end in edges]
     from pyarrow import compute as pc  # 0.1 s
 
-    return rows.filter(pc.and_(pc.greater_equal(at, within.begin_ns), pc.less_equal(at, within.end_ns)))
+    return [rows.filter(pc.and_(pc.greater_equal(at, begin), pc.less_equal(at, end))) for begin, end in spans]
 
 
 def time_in_the_middle(path: Path, order: str) -> int:

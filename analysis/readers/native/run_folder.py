@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from rankscope.analysis.readers.native.gaps import (
 )
 from rankscope.analysis.readers.native.resolve import with_codes, with_late_ends, with_names, with_node, with_peers
 from rankscope.analysis.readers.native.stored_rows import StoredRows, Whole
+from rankscope.analysis.readers.native.unpacked_rows import LARGE, UnpackedRows
 from rankscope.analysis.readers.native.worlds import of_world_only, one_that_trains, with_ranks_of, worlds_in
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
@@ -37,7 +38,7 @@ __all__ = ["NativeReader"]
 
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
-_LARGE = ("kernels", "launches", "collectives", "regions")  # readers keep what they need of them
+_ALL_LARGE = ("kernels", "launches", *LARGE)  # readers keep what they need of them
 
 
 class NativeReader:
@@ -85,6 +86,14 @@ class NativeReader:
         other.asked = steps
         other._begin()
         return other
+
+    def unpack_once(self, parts: Sequence[NativeReader], folder: str) -> None:
+        """Let these stretches of this run share what is unpacked; it lies in a temporary folder in this one."""
+        stretches = [reader._stored for reader in parts]
+        wanted = {table: [stored.by_owner(table) for stored in stretches] for table in LARGE}
+        unpacked = UnpackedRows(folder, self._stored.within, wanted)
+        for number, stored in enumerate(stretches):
+            stored.unpacked = partial(unpacked.of, number)
 
     @property
     def folder(self) -> NativeReader:
@@ -140,7 +149,7 @@ class NativeReader:
             self._seen.add(name)
             if name == "collectives":
                 self._unended = frame.filter(pl.col("end_ns").is_null()).select("rank")
-            if name in _LARGE:
+            if name in _ALL_LARGE:
                 return frame
             self._tables[name] = frame
         return self._tables[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from rankscope.analysis.model.tables import POLARS
 from rankscope.analysis.readers.bounds import check_groups, check_ranks
 from rankscope.analysis.readers.native.arrow_files import AT_THE_END, Within, at_once, read_rows, time_in_the_middle
 from rankscope.analysis.readers.native.files import Part
+from rankscope.analysis.readers.native.unpacked_rows import LARGE
 from rankscope.analysis.readers.native.worlds import World, is_of, on_nodes
 from rankscope.analysis.text.message import joined, text
 from rankscope.collectors.schema import TABLES
@@ -22,7 +24,7 @@ from rankscope.collectors.schema import TABLES
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["StoredRows", "Whole"]
+__all__ = ["Owner", "Read", "StoredRows", "Whole"]
 
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras", "exits")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
@@ -30,6 +32,8 @@ _SPARSE = 40  # rows
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
 Whole = dict[str, tuple[pl.DataFrame, list[Gap]]]  # by table, with what was wrong with its files
+Owner = tuple[list[Part], int, int]  # a rank's or node's parts of a table, and from when to when their rows are wanted
+Read = tuple[Part, pa.Table | None, str | None]  # its rows, and what is wrong with it
 
 
 class StoredRows:
@@ -53,6 +57,7 @@ class StoredRows:
         self.stretch: Stretch | None = None  # what is read of the run; None: all
         self.imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
+        self.unpacked: Callable[[str], list[Read]] | None = None  # of `LARGE`, where other stretches share them
         self._whole = whole
         self._kept: dict[str, pl.DataFrame] = {}
 
@@ -133,24 +138,27 @@ class StoredRows:
         What is not good is noted.
         """
         if self.stretch and parts and _is_cut(parts[0].table):
-            found = [read for of_owner in at_once(self._within, self._by_owner(parts)) for read in of_owner]
+            if self.unpacked and parts[0].table in LARGE:
+                found = self.unpacked(parts[0].table)
+            else:
+                found = [read for of_owner in at_once(self.within, self.by_owner(parts[0].table)) for read in of_owner]
         else:
             found = at_once(lambda part: (part, *read_rows(part.path, closed=self._is_closed(part))), parts)
         return [(part, rows) for part, table, problem in found if (rows := self._good_rows(part, table, problem))]
 
-    def _by_owner(self, parts: list[Part]) -> list[tuple[list[Part], int, int]]:
-        """Each owner's parts, in the order in which they were written, and from when to when their rows are wanted."""
+    def by_owner(self, name: str) -> list[Owner]:
+        """Return each owner's parts of a table, as they were written, and from when to when their rows are wanted."""
         assert self.stretch
         node_of = dict(self.read("ranks").select("rank", "node").iter_rows())
-        beside_ns = _BESIDE_NS.get(parts[0].table, 0)
+        beside_ns = _BESIDE_NS.get(name, 0)
         found = []
-        for (rank, node), of_owner in itertools.groupby(parts, key=lambda part: (part.rank, part.node)):
+        for (rank, node), of_owner in itertools.groupby(self._of(name), key=lambda part: (part.rank, part.node)):
             begin, end = self.stretch.span_on(node_of.get(rank) if node is None else node)
             in_order = sorted(of_owner, key=lambda part: part.number)
             found.append((in_order, begin - beside_ns, end + beside_ns))
         return found
 
-    def _within(self, owner: tuple[list[Part], int, int]) -> list[tuple[Part, pa.Table | None, str | None]]:
+    def within(self, owner: Owner) -> list[Read]:
         """Return the rows of one owner's parts between two times, both included, and what is wrong with the parts."""
         parts, begin_ns, end_ns = owner
         order = TABLES[parts[0].table].order
