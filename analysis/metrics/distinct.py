@@ -32,8 +32,8 @@ def distinct(values: NDArray[Codes]) -> tuple[NDArray[Codes], NDArray[np.int64]]
 
 
 def distinct_in_order(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the different values in order, as `np.unique`, which hashes them first."""
-    ordered = np.sort(values)
+    """Return the different values in order, as `np.unique`, which hashes them first; quick where much is in order."""
+    ordered = np.sort(values, kind="stable")
     return np.asarray(ordered[np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]])
 
 
@@ -41,6 +41,6 @@ def among(values: NDArray[np.int64], known: NDArray[np.int64]) -> NDArray[np.boo
     """Say whether each value is one of those that are known, as `np.isin`: quick where both are nearly in order."""
     if not len(known):
         return np.zeros(len(values), bool)
-    ordered = np.sort(known)
+    ordered = np.sort(known, kind="stable")
     at = np.searchsorted(ordered, values)
     return np.asarray(ordered[np.minimum(at, len(ordered) - 1)] == values)

@@ -14,11 +14,11 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.distinct import among, distinct_in_order
+from rankscope.analysis.metrics.distinct import among, distinct, distinct_in_order
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
-from rankscope.analysis.model.tables import numbers
+from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
@@ -155,7 +155,7 @@ class _Arrows:
 
 def graph_of(timeline: Timeline) -> HostGraph:
     """Return the graph of a run whose main threads were recorded. Raises `NotReplayable`."""
-    phases = timeline.phases.sort("rank", "start_ns")
+    phases = in_order(timeline.phases, "rank", "start_ns")
     if phases.is_empty():
         raise NotReplayable(text("no step was seen"))
     if not timeline.comparable:
@@ -399,15 +399,19 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
 def _position_in_cycle(seen: pl.DataFrame) -> Ints:
     """Return the same number for the same operation of each step: its group, operation, size and place among those."""
     kind = ["group_id", "op", "size_bytes", "peer", "tag"]
-    numbered = seen.select(*kind, pl.int_range(pl.len()).over("rank", "step", *kind).alias("_nth"), "step")
-    position = numbered.select(pl.struct(*kind, "_nth").rank("dense")).to_series().cast(pl.Int64) - 1
-    return np.where(numbered["step"].is_null().to_numpy(), _NONE, position.to_numpy())
+    kinds = seen.select(kind).unique(maintain_order=True).with_row_index("_kind")
+    numbered = seen.select("rank", "step", *kind).join(kinds, on=kind, nulls_equal=True, maintain_order="left")
+    nth = numbered.select(pl.int_range(pl.len(), dtype=pl.Int64).over("rank", "step", "_kind")).to_series().to_numpy()
+    _, position = distinct(numbered["_kind"].to_numpy().astype(np.int64) * (nth.max(initial=0) + 1) + nth)
+    return np.where(seen["step"].is_null().to_numpy(), _NONE, position)
 
 
 def _queue(seen: pl.DataFrame) -> Ints:
     """Return which rank and group an operation queues in; sends and receives queue nowhere."""
-    numbers = seen.select(pl.struct("rank", "group_id").rank("dense")).to_series().cast(pl.Int64).to_numpy()
-    return np.where(seen["op"].is_in(P2P_OPS).to_numpy(), _NONE, numbers)
+    groups = seen.select(pl.col("group_id").unique()).with_row_index("_group")
+    group = seen.select("group_id").join(groups, on="group_id", maintain_order="left")["_group"].to_numpy()
+    queue = seen["rank"].to_numpy().astype(np.int64) * (len(groups) + 1) + group
+    return np.where(seen["op"].is_in(P2P_OPS).to_numpy(), _NONE, queue)
 
 
 def _begins(arrival: Ints, end: Ints, queue: Ints) -> tuple[Ints, Ints]:
@@ -457,8 +461,9 @@ def _joined_by_backward(
     DDP waits at the end of backward for the operations issued in it, unless the script has waited for them since.
     """
     of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks))
-    backward = of_main.filter(pl.col("kind") == "backward").sort("rank", "start_ns")
-    wait = np.append(np.sort(keys.of(of_main.filter(pl.col("kind") == "wait"), "start_ns")), np.iinfo(np.int64).max)
+    backward = of_main.filter(pl.col("kind") == "backward").pipe(in_order, "rank", "start_ns")
+    waits = np.sort(keys.of(of_main.filter(pl.col("kind") == "wait"), "start_ns"), kind="stable")
+    wait = np.append(waits, np.iinfo(np.int64).max)
     low, high = keys.of(backward, "start_ns"), keys.of(backward, "end_ns")
     inside = np.searchsorted(low, arrival, side="right") - 1
     rows = np.flatnonzero((inside >= 0) & ~seen["op"].is_in(P2P_OPS).to_numpy())

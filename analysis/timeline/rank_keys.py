@@ -33,4 +33,9 @@ class RankKeys:
 
     def place(self, frame: pl.DataFrame) -> Ints:
         """Return by row the place of its rank."""
-        return np.searchsorted(self.ranks, frame["rank"].to_numpy()).astype(np.int64)
+        rank, first = frame["rank"].to_numpy(), int(self.ranks[0])
+        if int(self.ranks[-1]) - first > len(rank) + len(self.ranks):
+            return np.searchsorted(self.ranks, rank).astype(np.int64)
+        places = np.zeros(int(self.ranks[-1]) - first + 1, np.int64)
+        places[self.ranks - first] = np.arange(len(self.ranks))
+        return np.asarray(places[rank - first])
