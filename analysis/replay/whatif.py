@@ -416,13 +416,15 @@ def _shared(label: NDArray[np.integer], place: Ints, ranks: int) -> NDArray[np.i
 
 def _as_peers(spent: Floats, chosen: Bools, others: Bools, typical: Callable[..., Floats]) -> Floats:
     """Factors for times of (rank, step, span): each step's sum becomes the typical one, spread as is typical."""
-    whole = typical(spent[others].sum(axis=2), axis=0)
-    share = np.where(spent > 0, typical(spent[others], axis=0), 0.0)
-    share = np.where(share.sum(axis=2, keepdims=True) > 0, share, spent)
+    mine, theirs = spent[chosen], spent[others]
+    whole = typical(theirs @ np.ones(theirs.shape[2]), axis=0)  # a sum over few takes numpy long
+    share = np.where(mine > 0, typical(theirs, axis=0), 0.0)
+    share = np.where(share.sum(axis=2, keepdims=True) > 0, share, mine)
     total = share.sum(axis=2, keepdims=True)
     wanted = np.divide(share * whole[:, np.newaxis], total, out=np.zeros_like(share), where=total > 0)
-    changes = (spent > 0) & chosen[:, np.newaxis, np.newaxis]
-    return np.asarray(np.divide(wanted, spent, out=np.ones_like(spent), where=changes))
+    factors = np.ones_like(spent)
+    factors[chosen] = np.divide(wanted, mine, out=np.ones_like(mine), where=mine > 0)
+    return factors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
