@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 import numpy as np
 import polars as pl
@@ -42,6 +43,7 @@ _PEAKS = (
 )
 
 
+@lru_cache
 def peak_tflops(device: str) -> float | None:
     """Dense bf16 peak of a device of this name; None: not known."""
     return next((peak for name, peak in _PEAKS if re.search(name, device)), None)

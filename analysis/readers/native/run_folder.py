@@ -66,6 +66,8 @@ class NativeReader:
         self._analyzed = one_that_trains(self._worlds) if world is None else world
         mine = self._worlds[self._analyzed]
         self._parts = [p for p in parts if p.rank is None or (p.world, p.attempt) == (mine.name, mine.attempt)]
+        there = {part.table for part in self._parts}
+        self._names = tuple(name for name in TABLES if name in there)
         self.run = {node: with_ranks_of(mine, launch) for node, launch in run.items()}
         self._of_files = gaps
         self._whole: Whole = {}
@@ -127,7 +129,7 @@ class NativeReader:
         return bool(self._stored.imports)
 
     def tables(self) -> tuple[str, ...]:
-        return tuple(name for name in TABLES if any(p.table == name for p in self._parts))
+        return self._names
 
     def windows(self) -> list[list[Path]]:
         """Of each deep window the folders that hold its tables: a run of its own."""
