@@ -22,6 +22,7 @@ import polars as pl
 from dash import MATCH, Dash, Input, Output, ctx, dcc, html
 from flask import Response, request
 
+from rankscope.analysis.model.tables import as_texts
 from rankscope.analysis.text.message import Text, language, spoken, text
 from rankscope.dashboard.page_kit import Children, address, all_pages, in_language
 from rankscope.dashboard.run import Run
@@ -103,7 +104,7 @@ class Tables(Mapping[str, pl.DataFrame]):
 
     def __getitem__(self, name: str) -> pl.DataFrame:
         if name not in self._held:
-            self._held[name] = self._made[name](self._run)
+            self._held[name] = as_texts(self._made[name](self._run))
         return self._held[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -170,6 +171,7 @@ def table(run: Run, name: str, columns: Mapping[str, Shown], *, height: str = "a
 
 def plain_table(run: str, frame: pl.DataFrame, columns: Mapping[str, Shown]) -> Children:
     """Return a grid of rows that are no table of one run, on a page of this one, with their downloads."""
+    frame = as_texts(frame)
     query = everything(_PAGES.keep(frame.select(list(columns))))
     grid = _grid(frame, columns, _definitions(frame, columns, ""), "auto", id=_known("grid", run, query))
     return html.Div([away(run, query), grid])
@@ -280,7 +282,7 @@ def away(run: str, query: str) -> Children:
 
 def plainly_away(run: str, frame: pl.DataFrame) -> Children:
     """Return the downloads of rows that a page shows in no grid, and that are no table of one run."""
-    return away(run, everything(_PAGES.keep(frame)))
+    return away(run, everything(_PAGES.keep(as_texts(frame))))
 
 
 def _taken_away(run: str, query: str) -> list[Any]:

@@ -65,8 +65,7 @@ def _in_worker(tables: Mapping[str, pl.DataFrame], query: str, files: ExitStack)
 
     held = {name: file() for name in tables}
     for name, frame in tables.items():
-        texts = frame.cast({pl.Enum: pl.String})  # a question may compare with a word that no row can have
-        texts.write_ipc_stream(held[name], compat_level=pl.CompatLevel.oldest())
+        frame.write_ipc_stream(held[name], compat_level=pl.CompatLevel.oldest())
         held[name].flush()
     found = file()
     asked = {

@@ -22,6 +22,7 @@ from rankscope.analysis.diagnosis.stretches import with_whole_run
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.address import run_folder
 from rankscope.analysis.model.finding import Report
+from rankscope.analysis.model.tables import as_texts
 from rankscope.analysis.runs.deep_windows import with_windows
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.trace import Trace
@@ -216,4 +217,4 @@ def _tables(trace: Trace, timeline: Timeline) -> dict[str, pl.DataFrame]:
     found["nccl_waits"] = nccl_waits(timeline.collectives, found["nccl_calls"], found["nccl_events"])
     found["flight_records"] = nccl_durations(timeline.collectives, timeline.groups, found["flight_records"])
     found["places"] = rank_places(trace.run)
-    return {name: frame for name, frame in sorted(found.items()) if len(frame)}
+    return {name: as_texts(frame) for name, frame in sorted(found.items()) if len(frame)}

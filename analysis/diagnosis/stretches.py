@@ -22,7 +22,7 @@ from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
-from rankscope.analysis.readers.workers import Lost, begun, cores, scratch_folder
+from rankscope.analysis.readers.workers import Lost, begun, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
@@ -82,8 +82,8 @@ def summarize(
 ) -> list[StretchSummary]:
     """Analyze stretches of a run that follow each other, from first to last step. If one fails, its summary says why.
 
-    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. `scratch`
-    is a folder for what is unpacked.
+    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. What these
+    hold is unpacked once for all stretches, if there is a folder `scratch`.
     """
     parts: list[Trace] = []
 
@@ -153,12 +153,9 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
     return found
 
 
-def _blocks(wanted: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Return the stretches in blocks of those that follow each other, which one process analyzes.
-
-    As many together as leave each process some blocks: their files are unpacked once for each block.
-    """
-    size = min(max(len(wanted) // (_BLOCKS_EACH * cores()), 1), _IN_BLOCK)
+def _blocks(wanted: Sequence[tuple[int, int]], cores: int) -> list[list[tuple[int, int]]]:
+    """Return the stretches in blocks of those that follow each other, as many in each as leave each core some."""
+    size = min(max(len(wanted) // (_BLOCKS_EACH * cores), 1), _IN_BLOCK)
     blocks: list[list[tuple[int, int]]] = []
     for cut in wanted:
         if blocks and blocks[-1][-1][1] + 1 == cut[0] and len(blocks[-1]) < size:
@@ -166,6 +163,20 @@ def _blocks(wanted: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         else:
             blocks.append([cut])
     return blocks
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """Give a folder for what blocks of stretches unpack; none where there can be none, or tasks run elsewhere."""
+    try:
+        folder = scratch_folder() if local_cores() else None
+    except BadInput:
+        folder = None
+    if folder is None:
+        yield ""
+        return
+    with folder as path:
+        yield path
 
 
 @contextmanager
@@ -184,15 +195,15 @@ def _begun(
     held = kept(folder, _NAME, of, StretchSummaries) or StretchSummaries([])
     known = {(one.first, one.last): one for one in held.stretches}
     wanted = [cut for cut in cuts if cut not in known]
-    blocks = _blocks(wanted)
+    blocks = _blocks(wanted, local_cores() or len(wanted))
     costs = [[(last - first + 1) * step_bytes for first, last in block] for block in blocks]
     cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
     memory = round(_OF_REPORT * max(map(max, costs), default=0))
+    what = text("stretches")
     with ExitStack() as stack:
-        scratch = stack.enter_context(scratch_folder()) if wanted else ""
+        scratch = stack.enter_context(_scratch())
         arguments = [(tuple(paths), files, block, options, scratch) for block in blocks]
-        started = begun(summarize, arguments, cpu_s, memory=memory, what=text("stretches"), beside=beside)
-        results = stack.enter_context(started)
+        results = stack.enter_context(begun(summarize, arguments, cpu_s, memory=memory, what=what, beside=beside))
 
         def summaries() -> list[StretchSummary]:
             try:

@@ -21,7 +21,7 @@ from rankscope.collectors.schema import (
     TABLES,
 )
 
-__all__ = ["CODES", "POLARS", "WORDS", "in_order", "is_id", "named_as", "numbers", "schema_of"]
+__all__ = ["CODES", "POLARS", "WORDS", "as_texts", "in_order", "is_id", "named_as", "numbers", "schema_of"]
 
 # Columns of codes: the word for each code, and for an unknown one.
 CODES = {
@@ -35,7 +35,7 @@ CODES = {
     "mark": (DEVICE_MARKS, "unknown"),
 }
 # The types of those in large tables: to compare, group or copy them costs a tenth of what strings do.
-WORDS = {column: pl.Enum(CODES[column][0]) for column in ("kind", "op", "dtype", "work")}
+WORDS: dict[str, Any] = {column: pl.Enum(CODES[column][0]) for column in ("kind", "op", "dtype", "work")}
 POLARS = {
     "int32": pl.Int32,
     "int64": pl.Int64,
@@ -71,6 +71,11 @@ def numbers(words: pl.Series, code: Mapping[str, int]) -> NDArray[np.int64]:
     for word in words.unique().to_list():
         of_word[known.index(word)] = code[word]
     return np.asarray(of_word[words.to_physical().to_numpy()])
+
+
+def as_texts(frame: pl.DataFrame) -> pl.DataFrame:
+    """Return the table with words as texts, which can be compared with any other and sort by their letters."""
+    return frame.cast({pl.Enum: pl.String})
 
 
 def is_id(column: str) -> bool:

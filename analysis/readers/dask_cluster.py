@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +31,16 @@ def on_cluster(address: str | None) -> Iterator[None]:
     client = _connected(address)
     try:
         _check_workers(client, address)
-        with elsewhere(_Cluster(client)):
+
+        def run(
+            task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
+        ) -> AbstractContextManager[Iterator[Result | Lost]]:
+            return _begun(client, task, arguments)
+
+        with elsewhere(run):
             yield
     finally:
         client.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Cluster:
-    client: Client
-
-    def cores(self) -> int:
-        return sum(self.client.nthreads().values())
-
-    def __call__(
-        self, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
-    ) -> AbstractContextManager[Iterator[Result | Lost]]:
-        return _begun(self.client, task, arguments)
 
 
 def _connected(address: str) -> Client:

@@ -25,7 +25,7 @@ from rankscope.analysis.text.progress import told
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.errors import BadInput
 
-__all__ = ["Elsewhere", "Lost", "begun", "cores", "each", "elsewhere", "scratch_folder", "serve"]
+__all__ = ["Elsewhere", "Lost", "begun", "each", "elsewhere", "local_cores", "scratch_folder", "serve"]
 
 _WORTH_S = 4.0  # of CPU that other processes take over; to start one takes 0.4
 _THREADS = 8  # more wait for the interpreter
@@ -53,9 +53,7 @@ class Lost:
 
 
 class Elsewhere(Protocol):
-    """Runs tasks as `begun` does, so many at a time as it has cores."""
-
-    def cores(self) -> int: ...
+    """Runs tasks as `begun` does."""
 
     def __call__(
         self, task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], /
@@ -75,9 +73,9 @@ def elsewhere(runs: Elsewhere) -> Iterator[None]:
         _runs_all.remove(runs)
 
 
-def cores() -> int:
-    """Return how many tasks can run at a time."""
-    return _runs_all[-1].cores() if _runs_all else len(os.sched_getaffinity(0))
+def local_cores() -> int | None:
+    """Return how many tasks can run at a time on this machine; None: they run elsewhere."""
+    return None if _runs_all else len(os.sched_getaffinity(0))
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

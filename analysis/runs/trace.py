@@ -94,10 +94,10 @@ class Trace:
         return replace(self, reader=reader)
 
     def parts(self, stretches: Sequence[tuple[int, int]], folder: str) -> list[Trace]:
-        """Return these stretches of the run, each as `part` does. Their files are unpacked once, into this folder."""
+        """Return these stretches of the run, each as `part` does; files are unpacked once where there is a folder."""
         parts = [self.part(first, last) for first, last in stretches]
-        assert self.reader.folder
-        self.reader.folder.unpack_once([part.reader.folder for part in parts if part.reader.folder], folder)
+        if folder and self.reader.folder:
+            self.reader.folder.unpack_once([part.reader.folder for part in parts if part.reader.folder], folder)
         return parts
 
     def tables(self) -> tuple[str, ...]:

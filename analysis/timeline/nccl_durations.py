@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from rankscope.analysis.model.tables import WORDS
+
 __all__ = ["NCCL_WAITS", "PROXIES", "nccl_durations", "nccl_waits", "proxies", "sends", "with_durations"]
 
 _CLOCK_NS = 2_000  # what the conversion of the recorder's unix time may be off: both clocks are slewed alike
@@ -13,7 +15,7 @@ NCCL_WAITS = pl.Schema(
         "rank": pl.Int32,
         "number": pl.UInt64,
         "call": pl.UInt32,
-        "op": pl.String,
+        "op": WORDS["op"],
         "communicator": pl.Int64,
         "start_ns": pl.Int64,
         "end_ns": pl.Int64,
@@ -71,7 +73,7 @@ def nccl_waits(collectives: pl.DataFrame, calls: pl.DataFrame, events: pl.DataFr
     )
     pairs = pl.DataFrame(
         [(op, torch_op, True) for op, torch_ops in _NCCL_OP.items() for torch_op in torch_ops],
-        schema={"op": pl.String, "torch_op": pl.String, "fits": pl.Boolean},
+        schema={"op": WORDS["op"], "torch_op": WORDS["op"], "fits": pl.Boolean},
         orient="row",
     )
     inside = (pl.col("start_ns") <= pl.col("issued_ns")) & pl.col("fits")

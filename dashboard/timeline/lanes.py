@@ -190,6 +190,7 @@ class _Codes:
 
     def of(self, texts: pl.Series) -> Indices:
         """Return the texts' numbers; null has the code for unknown."""
+        texts = texts.cast(pl.String)
         different = texts.drop_nulls().unique().sort()
         mine = [self.texts.setdefault(text, len(self.texts)) for text in different.to_list()]
         codes = np.array([*mine, code_of_unknown(np.dtype(np.uint32))], np.uint32)
@@ -209,7 +210,7 @@ def _lay_out(
     """Add this table's lanes and tracks, some whole ranks at a time, and give its part of the JSON object."""
     ranks, first = np.unique(frame["rank"].to_numpy(), return_index=True)
     facts = [fact for fact in _FACTS if fact in frame.columns and frame[fact].null_count() < len(frame)]
-    texts = {fact: _Codes() for fact in facts if frame.schema[fact] == pl.String}
+    texts = {fact: _Codes() for fact in facts if isinstance(frame.schema[fact], (pl.String, pl.Enum))}
     titles, names = _Codes(), _Codes()
     ends_unseen = frame["end_ns"].null_count() > 0
     for a, z in _chunks(first.tolist(), len(frame)):

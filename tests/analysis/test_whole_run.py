@@ -1,5 +1,6 @@
 """A run that is too long to be held at once is analyzed in stretches: here, in other processes, or from summaries."""
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
 from rankscope.analysis.readers import workers
+from rankscope.analysis.readers.native import unpacked_rows
 from rankscope.analysis.report import json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
@@ -75,12 +77,18 @@ def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summa
     assert json_form.render(report()) == here
 
 
-def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path):
+def no_room(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path, monkeypatch):
     asked, options = [(0, 29), (30, 59), (60, 89)], ReportOptions()
     alone = [one for stretch in asked for one in summarize((str(recorded),), "", [stretch], options, str(tmp_path))]
     assert all(one.analyzed for one in alone)
     assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
     assert list(tmp_path.iterdir()) == []  # what was unpacked is gone
+    monkeypatch.setattr(unpacked_rows._File, "close", no_room)
+    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
 
 
 def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):

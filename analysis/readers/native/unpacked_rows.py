@@ -41,13 +41,19 @@ class UnpackedRows:
         self._folder = tempfile.TemporaryDirectory(dir=folder)
         self._within = within
         self._wanted = wanted
-        self._files: dict[str, list[_File]] = {}
+        self._files: dict[str, list[_File] | None] = {}
 
     def of(self, stretch: int, table: str) -> list[Read]:
-        """Return the rows that this stretch wants."""
+        """Return the rows that this stretch wants. Where the disk has no room for all of them it unpacks for itself."""
         if table not in self._files:
-            self._files[table] = self._unpacked(table)
-        return self._files[table][stretch].read()
+            try:
+                self._files[table] = self._unpacked(table)
+            except OSError:
+                self._files[table] = None
+        files = self._files[table]
+        if files is None:
+            return [read for of_owner in at_once(self._within, self._wanted[table][stretch]) for read in of_owner]
+        return files[stretch].read()
 
     def _unpacked(self, table: str) -> list[_File]:
         wanted = self._wanted[table]
