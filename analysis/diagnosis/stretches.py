@@ -87,10 +87,17 @@ def summarize(
     """
     parts: list[Trace] = []
 
+    def opened(left: list[tuple[int, int]]) -> list[Trace]:
+        run = _opened(paths, files)
+        try:
+            return run.parts(left, scratch)
+        except BadInput:  # of one of them, which need not be the first
+            return run.parts(left[:1], scratch)
+
     def summary(first: int, last: int) -> StretchSummary:
         try:
             if not parts:
-                parts.extend(_opened(paths, files).parts([each for each in stretches if each[0] >= first], scratch))
+                parts.extend(opened([each for each in stretches if each[0] >= first]))
             trace = parts.pop(0)
             timeline = build_timeline(trace)
             judged = judge(trace, timeline, options, replays=False)
