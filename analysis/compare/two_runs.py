@@ -27,6 +27,7 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded, scale_for
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import in_steps
+from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotComparable
 
 __all__ = [
@@ -289,11 +290,7 @@ def _by_kind(timeline: Timeline) -> pl.DataFrame:
     roles = timeline.groups.select(pl.col("name").alias("group"), "role").unique("group").filter(pl.col("role") != "")
     rows = timeline.collectives.filter(pl.col("instance_id").is_not_null())
     rows = rows.join(judged.select("rank", "step"), on=["rank", "step"], how="semi").join(roles, on="group", how="left")
-    op = (
-        pl.when(pl.col("op").is_in(["send", "recv", "recv_any_source"]))
-        .then(pl.lit("send/recv"))
-        .otherwise(pl.col("op").cast(pl.String))
-    )
+    op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("send/recv")).otherwise(pl.col("op").cast(pl.String))
     whole = rows.group_by("instance_id").agg(
         pl.coalesce("role", "group").first().alias("group"),
         op.first().alias("op"),

@@ -56,7 +56,7 @@ from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
-from rankscope.analysis.model.tables import WORDS
+from rankscope.analysis.model.tables import WORDS, is_like
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import bytes_text, duration, percent
@@ -187,9 +187,7 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
 
     With the number of `nodes`, and the members: `of` distinguishes groups.
     """
-    moved = transfers(collectives).filter(
-        pl.any_horizontal(pl.col("op").cast(pl.String).str.starts_with(op) for op in _OF_ALL)
-    )
+    moved = transfers(collectives).filter(is_like("op", f"^({'|'.join(_OF_ALL)})"))
     half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
     known = pl.DataFrame(
         [(op, group, _LARGE * size) for (op, group), size in half.items()],

@@ -31,6 +31,7 @@ from rankscope.analysis.metrics.links import nodes_of_groups
 from rankscope.analysis.metrics.step_matrix import TRIM, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
+from rankscope.analysis.model.tables import is_like
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
@@ -104,7 +105,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
     within = nodes.filter(pl.col("nodes") == 1)["group_id"].implode()
     scatters = rows.filter(
         pl.col("group_id").is_in(within),
-        pl.col("op").cast(pl.String).str.starts_with("reduce_scatter"),
+        is_like("op", "^reduce_scatter"),
         pl.col("group_size") > 1,
         pl.col("size_bytes") >= min_bytes,
     ).sort("begin_ns")
@@ -112,7 +113,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
         return scatters, scatters
     between = nodes.filter(pl.col("nodes") > 1)
     reduces = (
-        rows.filter(pl.col("op").cast(pl.String).str.contains("^(allreduce|reduce_scatter)"))
+        rows.filter(is_like("op", "^(allreduce|reduce_scatter)"))
         .join(between, on="group_id")
         .filter(pl.col("nodes") == pl.col("group_size"))
         .sort("begin_ns")

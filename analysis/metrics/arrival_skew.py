@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import Floats, Ints, StepGrid, by_rank_and_step
+from rankscope.analysis.model.tables import is_like
 from rankscope.analysis.timeline.matching import MUTUAL_OPS, ROOTED_OPS
 from rankscope.collectors.schema import P2P_OPS
 
@@ -167,7 +168,7 @@ def _with_wanted_at_once(rows: pl.DataFrame, regions: pl.DataFrame | None) -> pl
         return rows.with_columns(never)
     like = ["group_id", "op", "size_bytes"]
     outside = (
-        rows.filter(pl.col("op").cast(pl.String).str.contains(_REDUCTIONS))
+        rows.filter(is_like("op", _REDUCTIONS))
         .sort("start_ns")
         .join_asof(spans.sort("begun_ns"), left_on="start_ns", right_on="begun_ns", by="rank", check_sortedness=False)
         .filter(pl.col("until_ns").is_null() | (pl.col("start_ns") >= pl.col("until_ns")))

@@ -17,6 +17,7 @@ import polars as pl
 
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Floats, robust_deviation
+from rankscope.analysis.model.tables import is_like
 from rankscope.collectors.schema import OPS
 
 __all__ = [
@@ -128,9 +129,9 @@ def busbw() -> pl.Expr:
     """
     n = pl.col("group_size").cast(pl.Float64)
     factor = (
-        pl.when(pl.col("op").cast(pl.String).str.starts_with("allreduce"))
+        pl.when(is_like("op", "^allreduce"))
         .then(2 * (n - 1) / n)
-        .when(pl.col("op").cast(pl.String).str.contains("^(allgather|reduce_scatter|alltoall)"))
+        .when(is_like("op", "^(allgather|reduce_scatter|alltoall)"))
         .then((n - 1) / n)
         .otherwise(1.0)
     )

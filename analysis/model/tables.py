@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from rankscope.collectors.schema import (
     TABLES,
 )
 
-__all__ = ["CODES", "POLARS", "WORDS", "as_texts", "in_order", "is_id", "named_as", "numbers", "schema_of"]
+__all__ = ["CODES", "POLARS", "WORDS", "as_texts", "in_order", "is_id", "is_like", "named_as", "numbers", "schema_of"]
 
 # Columns of codes: the word for each code, and for an unknown one.
 CODES = {
@@ -71,6 +72,11 @@ def numbers(words: pl.Series, code: Mapping[str, int]) -> NDArray[np.int64]:
     for word in words.unique().to_list():
         of_word[known.index(word)] = code[word]
     return np.asarray(of_word[words.to_physical().to_numpy()])
+
+
+def is_like(column: str, pattern: str) -> pl.Expr:
+    """Say whether the column of words has one in which this regular expression is found."""
+    return pl.col(column).is_in([word for word in CODES[column][0] if re.search(pattern, word)])
 
 
 def as_texts(frame: pl.DataFrame) -> pl.DataFrame:

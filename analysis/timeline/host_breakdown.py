@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.lookup import row_of
 from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.text.message import text
@@ -260,9 +261,7 @@ def _runs_of_steps(phases: pl.DataFrame, steps: pl.DataFrame) -> tuple[Ints, Int
     """Return where rows of another step begin, and the row of that step in `steps`; -1: it is none of them."""
     rank, step = phases["rank"].to_numpy(), phases["step"].to_numpy()
     first = np.flatnonzero((np.diff(rank, prepend=_NOBODY) != 0) | (np.diff(step, prepend=_NOBODY) != 0))
-    numbered = steps.select("rank", "step").with_row_index("_row")
-    runs = phases.select("rank", "step")[first].join(numbered, on=["rank", "step"], how="left", maintain_order="left")
-    return first, runs["_row"].cast(pl.Int64).fill_null(-1).to_numpy()
+    return first, row_of(phases.select("rank", "step")[first], steps, ["rank", "step"])
 
 
 def _labelled(rows: pl.DataFrame, column: str, code: dict[str, int]) -> pl.DataFrame:

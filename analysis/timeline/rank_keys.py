@@ -8,6 +8,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.lookup import row_of
+
 __all__ = ["MOST", "RankKeys"]
 
 MOST = 1 << 62  # keys are less
@@ -33,9 +35,4 @@ class RankKeys:
 
     def place(self, frame: pl.DataFrame) -> Ints:
         """Return by row the place of its rank."""
-        rank, first = frame["rank"].to_numpy(), int(self.ranks[0])
-        if int(self.ranks[-1]) - first > len(rank) + len(self.ranks):
-            return np.searchsorted(self.ranks, rank).astype(np.int64)
-        places = np.zeros(int(self.ranks[-1]) - first + 1, np.int64)
-        places[self.ranks - first] = np.arange(len(self.ranks))
-        return np.asarray(places[rank - first])
+        return row_of(frame, pl.DataFrame({"rank": self.ranks}, frame.select("rank").schema), ["rank"])

@@ -37,7 +37,9 @@ def with_names(frame: pl.DataFrame, strings: pl.DataFrame) -> pl.DataFrame:
 
 def with_codes(frame: pl.DataFrame) -> pl.DataFrame:
     """Replace codes by their words."""
-    for column in CODES.keys() & set(frame.columns):
+    for column in frame.columns:
+        if column not in CODES:
+            continue
         known, default = CODES[column]
         words = pl.Series(column, [*known, default], WORDS.get(column, pl.String))
         code = frame[column].clip(upper_bound=len(known))  # a newer recording may have more

@@ -38,7 +38,7 @@ __all__ = ["NativeReader"]
 
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
-_ALL_LARGE = ("kernels", "launches", *LARGE)  # readers keep what they need of them
+_NOT_KEPT = ("kernels", "launches", *LARGE)  # readers keep what they need of them
 
 
 class NativeReader:
@@ -151,7 +151,7 @@ class NativeReader:
             self._seen.add(name)
             if name == "collectives":
                 self._unended = frame.filter(pl.col("end_ns").is_null()).select("rank")
-            if name in _ALL_LARGE:
+            if name in _NOT_KEPT:
                 return frame
             self._tables[name] = frame
         return self._tables[name]
