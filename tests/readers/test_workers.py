@@ -53,7 +53,15 @@ def test_tasks_begin_before_results_are_asked_for_and_are_given_up_with_the_cont
 
 
 def workers_of_this_process() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if "serve" in " ".join(one.cmdline())]
+    return [one for one in psutil.Process().children() if "serve" in command_of(one)]
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line of a process that runs; of one that another test ended and nobody waited for, none."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also one that has ended and was not waited for yet
+        return ""
 
 
 def test_what_a_task_raises_is_raised_here():
