@@ -34,7 +34,7 @@ from rankscope.errors import BadInput
 
 __all__ = ["summarize", "whole_run", "with_whole_run"]
 
-_NAME = "stretches"
+_NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
 _BLOCKS_EACH, _IN_BLOCK = 2, 8  # of one process, at least; stretches, at most
@@ -68,7 +68,7 @@ def whole_run(
     step_bytes = all_bytes / steps
     most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
     held = round(step_bytes * (stretch.last + 1 - stretch.first))
-    with _begun(trace.paths, _cuts(stretch, phases, most), step_bytes, held, options or ReportOptions()) as found:
+    with _begun(trace, _cuts(stretch, phases, most), step_bytes, held, options or ReportOptions()) as found:
 
         def over_all(report: Report, timeline: Timeline) -> tuple[Report, bool]:
             last, summaries = _summary(stretch.first, stretch.last, report, timeline), found()
@@ -82,13 +82,13 @@ def summarize(
 ) -> list[StretchSummary]:
     """Analyze stretches of a run that follow each other, from first to last step. If one fails, its summary says why.
 
-    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. What these
-    hold is unpacked once for all stretches, if there is a folder `scratch`.
+    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. If there is
+    a folder `scratch`, the opened run is taken from there, and rows are unpacked once for all stretches.
     """
     parts: list[Trace] = []
 
     def opened(left: list[tuple[int, int]]) -> list[Trace]:
-        run = _opened(paths, files)
+        run = _opened(paths, files, scratch)
         try:
             return run.parts(left, scratch)
         except BadInput:  # of one of them, which need not be the first
@@ -112,8 +112,9 @@ def summarize(
 
 
 @lru_cache(maxsize=1)
-def _opened(paths: tuple[str, ...], files: str) -> Trace:  # noqa: ARG001 - part of the key
-    return Trace.open(paths)
+def _opened(paths: tuple[str, ...], files: str, scratch: str) -> Trace:  # noqa: ARG001 - part of the key
+    left = Path(scratch, _OPENED)
+    return Trace.from_file(left) if scratch and left.exists() else Trace.open(paths)
 
 
 def _summary(first: int, last: int, judged: Report | Judgement, timeline: Timeline) -> StretchSummary:
@@ -173,8 +174,11 @@ def _blocks(wanted: Sequence[tuple[int, int]], cores: int) -> list[list[tuple[in
 
 
 @contextmanager
-def _scratch() -> Iterator[str]:
-    """Give a folder for what blocks of stretches unpack; none where there can be none, or tasks run elsewhere."""
+def _scratch(trace: Trace) -> Iterator[str]:
+    """Give a folder with the opened run, and for what blocks of stretches unpack.
+
+    None where there can be none, or tasks run elsewhere.
+    """
     try:
         folder = scratch_folder() if local_cores() else None
     except BadInput:
@@ -183,18 +187,22 @@ def _scratch() -> Iterator[str]:
         yield ""
         return
     with folder as path:
+        try:
+            trace.to_file(Path(path, _OPENED))
+        except OSError:  # no room
+            Path(path, _OPENED).unlink(missing_ok=True)
         yield path
 
 
 @contextmanager
 def _begun(
-    paths: Sequence[str], cuts: Sequence[tuple[int, int]], step_bytes: float, beside: int, options: ReportOptions
+    trace: Trace, cuts: Sequence[tuple[int, int]], step_bytes: float, beside: int, options: ReportOptions
 ) -> Iterator[Callable[[], list[StretchSummary]]]:
     """Yield what returns summaries of these stretches, in their order.
 
     Those that are stored, and of the others new ones, to be stored. This process takes `beside` bytes meanwhile.
     """
-    paths = [os.path.abspath(local_path(path)) for path in paths]  # other processes may work elsewhere
+    paths = [os.path.abspath(local_path(path)) for path in trace.paths]  # other processes may work elsewhere
     where = address_of(paths)
     folder = Path(where.folders[0])
     files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
@@ -208,7 +216,7 @@ def _begun(
     memory = round(_OF_REPORT * max(map(max, costs), default=0))
     what = text("stretches")
     with ExitStack() as stack:
-        scratch = stack.enter_context(_scratch())
+        scratch = stack.enter_context(_scratch(trace)) if blocks else ""
         arguments = [(tuple(paths), files, block, options, scratch) for block in blocks]
         results = stack.enter_context(begun(summarize, arguments, cpu_s, memory=memory, what=what, beside=beside))
 

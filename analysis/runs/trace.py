@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
+import pickle
 import pkgutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,23 @@ class Trace:
                 folder.stretch = stretch_of(folder, folder.asked)
         origin = next((str(launch["source"]) for launch in reader.run.values() if "source" in launch), source)
         return cls(paths=tuple(given), source=origin, run=reader.run, reader=reader)
+
+    @classmethod
+    def from_file(cls, file: Path) -> Trace:
+        """Return what `to_file` left there: the run's files are not looked for again."""
+        trace = pickle.loads(file.read_bytes())
+        assert isinstance(trace, cls)
+        return trace
+
+    def to_file(self, file: Path) -> None:
+        """Leave the opened run to other processes, with the tables that all parts of it have in common.
+
+        Raises `BadInput` where these cannot be read, and OSError.
+        """
+        with _damaged(self.path):
+            if self.reader.folder:
+                self.reader.folder.read_shared()
+        file.write_bytes(pickle.dumps(self, pickle.HIGHEST_PROTOCOL))
 
     @property
     def path(self) -> str:

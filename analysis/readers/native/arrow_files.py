@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -82,7 +83,7 @@ def read_rows(
 
 
 def _version(path: Path) -> _Version:
-    found = path.stat()
+    found = os.stat(path)  # a path's own takes twice as long, and there are ten thousand files
     return path, found.st_size, found.st_mtime_ns
 
 

@@ -97,30 +97,33 @@ def run_files(roots: list[Path]) -> tuple[dict[int, dict[str, Any]], list[Gap]]:
 
 def partitions(root: Path) -> Iterator[Path]:
     """Yield the folders of each table's ranks or nodes, in order."""
-    for name in sorted(TABLES):
-        yield from sorted(Path(entry) for entry in _entries(root / name) if _PARTITION.fullmatch(entry.name))
+    for table in sorted(TABLES):
+        names = sorted(entry.name for entry in _entries(root / table))
+        yield from (root / table / name for name in names if _PARTITION.fullmatch(name))
 
 
 def parts_in(partition: Path) -> list[Part]:
     """Return the parts of one rank's or node's table, in order."""
     owned = _PARTITION.fullmatch(partition.name)
-    parts = []
-    for entry in _entries(partition):
-        file = _FILE.fullmatch(entry.name)
-        if owned and file and (size_bytes := _size(entry)) is not None:
-            of_rank, owner = owned[1] == "rank", int(owned[2])
-            check_ranks(partition, [owner])
-            part = Part(
-                path=partition / entry.name,
-                table=partition.parent.name,
-                rank=owner if of_rank else None,
-                node=None if of_rank else owner,
-                world=file[1] or "",
-                attempt=int(file[2] or 0) if of_rank else None,
-                number=int(file[3]),
-                size_bytes=size_bytes,
-            )
-            parts.append(part)
+    if not owned:
+        return []
+    table, of_rank, owner = partition.parent.name, owned[1] == "rank", int(owned[2])
+    parts = [
+        Part(
+            path=partition / entry.name,
+            table=table,
+            rank=owner if of_rank else None,
+            node=None if of_rank else owner,
+            world=file[1] or "",
+            attempt=int(file[2] or 0) if of_rank else None,
+            number=int(file[3]),
+            size_bytes=size_bytes,
+        )
+        for entry in _entries(partition)
+        if (file := _FILE.fullmatch(entry.name)) and (size_bytes := _size(entry)) is not None
+    ]
+    if parts:
+        check_ranks(partition, [owner])
     return sorted(parts, key=lambda part: (part.world, part.attempt or 0, part.number))
 
 

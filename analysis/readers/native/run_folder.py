@@ -89,6 +89,10 @@ class NativeReader:
         other._begin()
         return other
 
+    def read_shared(self) -> None:
+        """Read what all parts of the run have in common, here or in a process to which this reader is sent."""
+        self._stored.read_shared()
+
     def unpack_once(self, parts: Sequence[NativeReader], folder: str) -> None:
         """Let these stretches of this run share what is unpacked; it lies in a temporary folder in this one."""
         stretches = [reader._stored for reader in parts]

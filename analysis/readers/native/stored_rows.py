@@ -87,11 +87,18 @@ class StoredRows:
     def _made(self, name: str) -> pl.DataFrame:
         frame = self._together(name, self._read(self._of(name)))
         if name == "groups":
-            check_groups(f"{self.where}/groups", frame["members"])
+            frame = frame.with_columns(_each_once(frame["members"]))
+            check_groups(f"{self.where}/groups", frame["members"].unique())
         if name == "ranks":
             check_ranks(f"{self.where}/ranks", frame["world_size"])
             frame = self._with_listed(on_nodes(frame, self.run, self.world.name, self.world.attempt))
         return frame
+
+    def read_shared(self) -> None:
+        """Read the tables that all parts of the run have in common, of which the parts then have them."""
+        for name in dict.fromkeys(part.table for part in self.parts):
+            if not _is_cut(name):
+                self.read(name)
 
     def forget(self, name: str) -> None:
         """Free the memory of a table that was read."""
@@ -251,6 +258,12 @@ class StoredRows:
         gap = Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why)
         if gap not in self.gaps:  # large tables may be read again
             self.gaps.append(gap)
+
+
+def _each_once(texts: pl.Series) -> pl.Series:
+    """Return the same texts, of which equal ones share memory: every rank of a group writes who its members are."""
+    different = texts.unique().drop_nulls()
+    return different.gather(texts.cast(pl.Enum(different)).to_physical())
 
 
 def _is_cut(name: str) -> bool:
