@@ -17,6 +17,7 @@ from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
 from rankscope.analysis.diagnosis.summary import (
     blames,
     group_times,
+    mean_parts,
     others_waited,
     path_parts,
     pipeline_of,
@@ -92,7 +93,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Repo
         findings=findings,
         healthy=tuple(healthy),
         not_checked=(*not_checked, *not_observed(timeline)),
-        breakdown=judged.breakdown,
+        breakdown=mean_parts(tables["breakdown"]),
         history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
         groups=group_times(tables["collectives"], tables["phases"], timeline.groups),

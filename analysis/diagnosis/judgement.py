@@ -26,11 +26,11 @@ from rankscope.analysis.diagnosis.savings import (
     with_gains,
     with_hidden,
 )
-from rankscope.analysis.diagnosis.summary import mean_parts, step_summary
+from rankscope.analysis.diagnosis.summary import step_summary
 from rankscope.analysis.diagnosis.verdict import with_levels
 from rankscope.analysis.metrics.mfu import count_flops, demand
 from rankscope.analysis.metrics.wait_attribution import Delays, delays
-from rankscope.analysis.model.finding import Fidelity, Finding, Healthy, NotChecked, Part, PredictedFix, StepSummary
+from rankscope.analysis.model.finding import Fidelity, Finding, Healthy, NotChecked, PredictedFix, StepSummary
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
@@ -53,7 +53,6 @@ class Judgement:
     model: Model
     ranks: tuple[int, ...]
     steps: StepSummary
-    breakdown: tuple[Part, ...]
     findings: tuple[Finding, ...]
     healthy: list[Healthy]
     not_checked: list[NotChecked]
@@ -91,7 +90,6 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
         model=model,
         ranks=ranks,
         steps=steps,
-        breakdown=mean_parts(tables["breakdown"]),
         findings=with_levels(ordered, steps, fidelity),
         healthy=[check for check in healthy if check.detector != named],
         not_checked=[check for check in not_checked if check.detector != named],

@@ -20,6 +20,7 @@ from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
+from rankscope.analysis.diagnosis.summary import mean_step
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.workers import Lost, begun, local_cores, scratch_folder
@@ -71,7 +72,8 @@ def whole_run(
     with _begun(trace, _cuts(stretch, phases, most), step_bytes, held, options or ReportOptions()) as found:
 
         def over_all(report: Report, timeline: Timeline) -> tuple[Report, bool]:
-            last, summaries = _summary(stretch.first, stretch.last, report, timeline), found()
+            parts = mean_parts(report.breakdown)
+            last, summaries = _summary(stretch.first, stretch.last, report, timeline, parts), found()
             return over_the_run(report, stretch, phases, last, summaries), not any(one.why for one in summaries)
 
         yield over_all
@@ -106,7 +108,7 @@ def summarize(
         except Exception as error:  # the report on other steps is done, and must not be lost for this
             why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
             return StretchSummary(first=first, last=last, why=why)
-        return _summary(first, last, judged, timeline)
+        return _summary(first, last, judged, timeline, mean_step(judged.tables["breakdown"]))
 
     return [summary(first, last) for first, last in stretches]
 
@@ -117,13 +119,15 @@ def _opened(paths: tuple[str, ...], files: str, scratch: str) -> Trace:  # noqa:
     return Trace.from_file(left) if scratch and left.exists() else Trace.open(paths)
 
 
-def _summary(first: int, last: int, judged: Report | Judgement, timeline: Timeline) -> StretchSummary:
+def _summary(
+    first: int, last: int, judged: Report | Judgement, timeline: Timeline, parts: dict[str, int]
+) -> StretchSummary:
     return StretchSummary(
         first=first,
         last=last,
         analyzed=judged.steps.count,
         step_ns=judged.steps.mean_ns or 0,
-        parts=mean_parts(judged.breakdown),
+        parts=parts,
         errors={part: round(ns) for part, ns in part_errors(judged_breakdown(timeline)).items()},
         findings=tuple(
             StretchFinding(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-from operator import itemgetter
+import math
 
+import numpy as np
 import polars as pl
 
+from rankscope.analysis.compare.two_runs import in_order
 from rankscope.analysis.diagnosis.savings import tried
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.exposed_communication import by_group
 from rankscope.analysis.metrics.wait_attribution import Delays, caused_by_rank, victims
 from rankscope.analysis.model.finding import (
@@ -31,12 +33,14 @@ from rankscope.analysis.replay.pipeline import pipeline
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.text.units import rounded
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.errors import NotReplayable
 
 __all__ = [
     "blames",
     "group_times",
     "mean_parts",
+    "mean_step",
     "others_waited",
     "path_parts",
     "pipeline_of",
@@ -76,14 +80,34 @@ def step_lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
 
 def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
     """Mean ns per judged step; a rank's parts sum exactly to its mean step, itself rounded to whole ns."""
-    parts: list[Part] = []
-    sums = breakdown.group_by("rank", "part", maintain_order=True).agg(pl.col("ns").sum())
-    steps = dict(breakdown.group_by("rank").agg(pl.col("step").n_unique()).iter_rows())
-    for rank, rows in groupby(sums.sort("rank", maintain_order=True).iter_rows(), key=itemgetter(0)):
-        _, names, sums_ns = zip(*rows, strict=True)
-        means = rounded(sums_ns, steps[rank])
-        parts += [Part(rank=rank, part=part, ns_per_step=ns) for part, ns in zip(names, means, strict=True)]
-    return tuple(parts)
+    return tuple(Part(rank=rank, part=part, ns_per_step=ns) for rank, part, ns in _means(breakdown).iter_rows())
+
+
+def mean_step(breakdown: pl.DataFrame) -> dict[str, int]:
+    """Mean ns of each part of the judged step over ranks, as `mean_parts` of two runs has them."""
+    means = _means(breakdown)
+    sums = dict(means.group_by("part").agg(pl.col("ns_per_step").sum()).filter(pl.col("ns_per_step") != 0).iter_rows())
+    order = in_order(sums)
+    return dict(zip(order, rounded([sums[part] for part in order], means["rank"].n_unique()), strict=True))
+
+
+def _means(breakdown: pl.DataFrame) -> pl.DataFrame:
+    """(rank, part, ns_per_step) of all ranks, in order, rounded as by `rounded`: the largest remainders up."""
+    (ranks, rank), (steps, step) = (distinct(breakdown[column].to_numpy()) for column in ("rank", "step"))
+    names, part = pl.Series(PARTS), breakdown["part"].to_physical().to_numpy()
+    shape = len(ranks), len(names)
+    cell = rank * len(names) + part
+    sums = np.bincount(cell, breakdown["ns"].to_numpy(), math.prod(shape)).astype(np.int64).reshape(shape)
+    there = np.bincount(cell, minlength=math.prod(shape)).reshape(shape) > 0
+    seen = np.zeros((len(ranks), len(steps)), np.bool_)
+    seen[rank, step] = True
+    count = seen.sum(axis=1)[:, None]
+    whole, rest = np.divmod(sums, np.maximum(count, 1))
+    missing = (2 * sums.sum(axis=1, keepdims=True) + count) // (2 * count) - whole.sum(axis=1, keepdims=True)
+    place = np.argsort(np.argsort(-rest, axis=1, kind="stable"), axis=1)
+    of_rank, of_part = np.nonzero(there)
+    means = (whole + (place < missing))[there]
+    return pl.DataFrame({"rank": ranks[of_rank], "part": names[of_part], "ns_per_step": means})
 
 
 def group_times(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> tuple[GroupTime, ...]:

@@ -5,23 +5,29 @@ from __future__ import annotations
 from typing import TypeVar
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 __all__ = ["among", "distinct", "distinct_in_order"]
 
 Codes = TypeVar("Codes", bound=np.integer)
 _SPARSE = 4  # times as many possible values as there are rows
+_FEW = 16  # rows have the same value, about
 
 
 def distinct(values: NDArray[Codes]) -> tuple[NDArray[Codes], NDArray[np.int64]]:
     """Return the different values in order, and the place of each row's value among them.
 
-    As `np.unique(values, return_inverse=True)`, which sorts: where values lie close together a table is faster.
+    As `np.unique(values, return_inverse=True)`, which sorts: where values lie close together a table is faster, and
+    where there are few of them to search for each.
     """
     if not len(values):
         return values, np.empty(0, np.int64)
     low, high = int(values.min()), int(values.max())
     if high - low > _SPARSE * len(values):
+        found = np.sort(pl.Series(values).unique().to_numpy())
+        if len(found) * _FEW < len(values):
+            return found, np.searchsorted(found, values)
         found, place = np.unique(values, return_inverse=True)
         return found, place
     at = values - low

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.exposed_communication import kind_of_group, spent, with_exposed
 from rankscope.analysis.metrics.once import once
-from rankscope.collectors.schema import P2P_OPS
+from rankscope.analysis.metrics.step_matrix import Ints
+from rankscope.analysis.model.tables import WORDS
+from rankscope.collectors.schema import OPS, P2P_OPS
 
 __all__ = ["BY_SORT", "computed", "exposed_operations"]
 
@@ -33,31 +37,51 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
         exposed_ns=pl.Series(spent(phases, ("unsplit",), spans), dtype=pl.Int64), is_bound=pl.lit(True)
     )
     rows = pl.concat([known, alone], how="diagonal")
-    purposes = _purposes(rows, groups)
-    rows = rows.join(purposes, on=["group_id", "op"], how="left", maintain_order="left")
-    begin, by_step = pl.col("begin_ns"), ["rank", "step", "_purpose"]
+    purposes, purpose = _purposes(rows, groups)
     return rows.select(
-        *("rank", "step", "instance_id", "group", "sort", "kind", pl.col("_op").alias("op")),
+        *("rank", "step", "instance_id", "group"),
+        *(purposes[column].gather(purpose) for column in BY_SORT),
         *("start_ns", "end_ns", "exposed_ns", "is_bound"),
-        began_ns=pl.coalesce("device_start_ns", "start_ns"),
-        transfer_ns=(pl.col("end_ns") - begin).clip(0, None),
-        is_edge=(begin == begin.min().over(by_step)) | (begin == begin.max().over(by_step)),
+        began_ns=arrival,
+        transfer_ns=(pl.col("end_ns") - pl.col("begin_ns")).clip(0, None),
+        is_edge=_edges(rows, purpose, len(purposes)),
     )
 
 
-def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Return `sort`, `kind`, `_op` of each group_id and op, as `exposed_operations` has them, and their number."""
+def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:
+    """Return the different `sort`, `kind` and `op`, as `exposed_operations` has them, and which each row has."""
+    codes = rows["op"].cast(WORDS["op"]).to_physical().to_numpy()
+    _, group = distinct(rows["group_id"].to_numpy())
+    pairs, pair = distinct(group * len(OPS) + codes)
+    first = np.full(len(pairs), len(rows))
+    np.minimum.at(first, pair, np.arange(len(rows)))
     about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
     named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
     op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
-    return (
-        rows.select("group_id", "op", "group")
-        .unique(["group_id", "op"], maintain_order=True)
+    of_pair = (
+        rows.select("group_id", "op", "group")[first]
         .join(named, on="group_id", how="left", maintain_order="left")
-        .select("group_id", "op", sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group(), _op=op)
-        .with_columns(_purpose=pl.struct("sort", "kind", "_op").rank("dense"))
+        .select(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group(), op=op)
     )
+    purposes = of_pair.unique(maintain_order=True)
+    of = of_pair.join(purposes.with_row_index("_row"), on=BY_SORT, how="left", maintain_order="left")["_row"]
+    words = purposes.select(
+        pl.col(column).cast(pl.Enum(purposes[column].unique(maintain_order=True))) for column in BY_SORT
+    )
+    return words, of.to_numpy().astype(np.int64)[pair]
+
+
+def _edges(rows: pl.DataFrame, purpose: Ints, purposes: int) -> pl.Series:
+    """Say of each row whether none of its purpose begins before it, or none after it, in its step on its rank."""
+    _, rank = distinct(rows["rank"].to_numpy())
+    steps, step = distinct(rows["step"].fill_null(-1).to_numpy())
+    cell, begin = (rank * len(steps) + step) * purposes + purpose, rows["begin_ns"].to_numpy()
+    cells = int(cell.max(initial=-1)) + 1
+    low, high = np.full(cells, begin.max(initial=0)), np.full(cells, begin.min(initial=0))
+    np.minimum.at(low, cell, begin)
+    np.maximum.at(high, cell, begin)
+    return pl.Series((begin == low[cell]) | (begin == high[cell]))
 
 
 def computed(phases: pl.DataFrame) -> pl.DataFrame:

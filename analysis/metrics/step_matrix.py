@@ -294,14 +294,10 @@ def above_peers(values: Floats, role: Ints | None = None) -> Floats:
 def _above_others(values: Floats) -> Floats:
     if len(values) < 2:
         return np.zeros_like(values)
-    # The median of the others without a loop over ranks: in the sorted column, leaving one out shifts what follows it.
-    ordered = np.sort(values, axis=0)
-    position = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")
-    left = (len(values) - 2) // 2
-    right = (len(values) - 1) // 2
-    columns = np.arange(values.shape[1])
-    low = ordered[left + (position <= left), columns]
-    high = ordered[right + (position <= right), columns]
+    # The median of the others without a loop over ranks: leaving one out shifts what follows it in the sorted column.
+    left, right = (len(values) - 2) // 2, (len(values) - 1) // 2
+    ordered = np.partition(values, sorted({left, right, left + 1, right + 1}), axis=0)
+    low, high = (np.where(values <= ordered[at], ordered[at + 1], ordered[at]) for at in (left, right))
     return np.asarray(values - (low + high) / 2)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -31,24 +32,41 @@ def row_of(rows: pl.DataFrame, table: pl.DataFrame, by: Sequence[str]) -> Ints:
     """
     if table.is_empty() or rows.is_empty():
         return np.full(len(rows), -1)
-    table, there = (frame.select(by) for frame in (table, rows))
-    low, high = (np.array(of.row(0), np.int64) for of in (table.min(), table.max()))
-    shape = tuple((high - low + 1).tolist())
+    known = [table[column].to_numpy() for column in by]
+    low, high = ([int(of) for of in ends] for ends in zip(*((of.min(), of.max()) for of in known), strict=True))
+    shape = [end - begin + 1 for begin, end in zip(low, high, strict=True)]
     if math.prod(shape) > _SPARSE * (len(rows) + len(table)):
-        last = table.with_row_index("_row").group_by(by).agg(pl.col("_row").max())
-        found = there.join(last, on=by, how="left", maintain_order="left")["_row"]
+        latest = table.select(by).with_row_index("_row").group_by(by).agg(pl.col("_row").max())
+        found = rows.select(by).join(latest, on=by, how="left", maintain_order="left")["_row"]
         return np.asarray(found.cast(pl.Int64).fill_null(-1).to_numpy())
-    place = np.zeros(len(table), np.int64)
-    asked, inside = np.zeros(len(rows), np.int64), np.ones(len(rows), np.bool_)
-    for column, first, size in zip(by, low.tolist(), shape, strict=True):
-        place = place * size + (table[column].to_numpy() - first)
-        at = there[column].fill_null(first - 1).to_numpy().astype(np.int64) - first
-        inside &= (at >= 0) & (at < size)
-        asked = asked * size + at
     of_place = np.full(math.prod(shape), -1)
-    of_place[place] = np.arange(len(table))
-    asked[~inside] = 0
-    return np.where(inside, of_place[asked], -1)
+    of_place[_places(known, low, shape)] = np.arange(len(table))
+    asked = [_filled(rows[column], first - 1) for column, first in zip(by, low, strict=True)]
+    outside = np.zeros(0, np.bool_)
+    for of, first, last in zip(asked, low, high, strict=True):
+        if of.min() < first or of.max() > last:  # most often all are inside
+            beyond = (of < first) | (of > last)
+            outside = outside | beyond if len(outside) else beyond
+    place = _places(asked, low, shape)
+    if not len(outside):
+        return np.asarray(of_place[place])
+    place[outside] = 0
+    return np.where(outside, -1, of_place[place])
+
+
+def _places(columns: Sequence[NDArray[Any]], low: Sequence[int], shape: Sequence[int]) -> Ints:
+    """Return the place of each row in a table of this shape, whose first place has the lowest numbers."""
+    place = columns[0].astype(np.int64)
+    place -= low[0]
+    for column, first, size in zip(columns[1:], low[1:], shape[1:], strict=True):
+        place *= size
+        place += column
+        place -= first
+    return place
+
+
+def _filled(numbers: pl.Series, otherwise: int) -> NDArray[Any]:
+    return (numbers.fill_null(otherwise) if numbers.null_count() else numbers).to_numpy()
 
 
 def looked_up(rows: pl.DataFrame, table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.backward import last_backwards
-from rankscope.analysis.metrics.exposed_operations import computed, exposed_operations
+from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.replay.graph import Changes, Floats, Ints, spread
 from rankscope.analysis.replay.wiring import NONE, Edges, Wiring, transfers
@@ -47,7 +47,8 @@ def operations(timeline: Timeline) -> pl.DataFrame:
         .with_columns(in_backward=pl.col("began_ns") >= pl.col("backward_ns"))
         .group_by("instance_id")
         .agg(
-            pl.col("step", "sort", "kind", "op").first(),
+            pl.col("step").first(),
+            pl.col(BY_SORT).first().cast(pl.String),
             pl.col("is_edge", "in_backward").any(),
             pl.col("exposed_ns").mean(),
             pl.col("began_ns").min(),

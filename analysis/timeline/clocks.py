@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -53,16 +54,13 @@ def fit_clocks(clocks: pl.DataFrame, nodes: Iterable[int]) -> list[Clock]:
     own = sorted(set(nodes))
     peers = clocks.filter(pl.col("node").is_in(own), pl.col("peer") != NO_PEER)["peer"]
     reference = min(peers.mode().to_list() or own, default=0)
-    # Thousands of nodes: what can be done once is not done for each.
-    pings, anchors = (
-        rows.partition_by("node", as_dict=True)
-        for rows in (clocks.filter(peer=reference).sort("t1_ns"), clocks.filter(peer=NO_PEER))
-    )
+    bursts = _good_bursts(clocks.filter(peer=reference).sort("node", "t1_ns"))
+    anchors = clocks.filter(peer=NO_PEER).partition_by("node", as_dict=True)
 
     def unix_minus_monotonic(node: int) -> int | None:
         return _unix_minus_monotonic(anchors.get((node,), clocks.clear()))
 
-    return [_fit_node(pings.get((node,), clocks.clear()), node, reference, unix_minus_monotonic) for node in own]
+    return [_fit_node(bursts.get(node), node, reference, unix_minus_monotonic) for node in own]
 
 
 def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[Clock]:
@@ -112,11 +110,10 @@ def apply_clocks(rows: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:
     return rows.with_columns(shifted)
 
 
-def _fit_node(pings: pl.DataFrame, node: int, reference: int, anchor: Callable[[int], int | None]) -> Clock:
-    """Return a node's clock by its pings of the reference, in order, else by what its unix time is ahead of it."""
+def _fit_node(bursts: _Bursts | None, node: int, reference: int, anchor: Callable[[int], int | None]) -> Clock:
+    """Return a node's clock by its pings of the reference, else by what its unix time is ahead of it."""
     if node == reference:
         return Clock(node=node, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference")
-    bursts = _good_bursts(pings)
     if bursts is not None:
         return _fit_bursts(node, bursts)
     own, other = anchor(node), anchor(reference)
@@ -125,21 +122,30 @@ def _fit_node(pings: pl.DataFrame, node: int, reference: int, anchor: Callable[[
     return Clock(node=node, offset_ns=own - other, drift_ppm=0.0, error_ns=None, source="unix time")
 
 
-def _good_bursts(pings: pl.DataFrame) -> _Bursts | None:
-    t1, t2, t3, t4 = (pings[c].to_numpy() for c in ("t1_ns", "t2_ns", "t3_ns", "t4_ns"))
-    rtt = (t4 - t1) - (t3 - t2)
-    real = rtt > 0
-    t1, t2, t3, t4, rtt = (a[real] for a in (t1, t2, t3, t4, rtt))
-    if not len(rtt):
-        return None
-    theta = ((t2 - t1) + (t3 - t4)) / 2
-    found = []
-    for burst in np.split(np.arange(len(t1)), np.flatnonzero(np.diff(t1) > _BURST_GAP_NS) + 1):
-        best = burst[np.argsort(rtt[burst], kind="stable")][: max(1, int(len(burst) * _KEPT))]
-        found.append((int(t1[best].mean()), float(np.median(theta[best])), int(rtt[best[0]])))
-    at, offset, best_rtt = (np.array(column) for column in zip(*found, strict=True))
-    good = best_rtt <= _GOOD_RTT * best_rtt.min() + _GOOD_RTT_NS
-    return _Bursts(at_ns=at[good], offset_ns=offset[good].astype(np.float64), rtt_ns=best_rtt[good])
+def _good_bursts(pings: pl.DataFrame) -> dict[int, _Bursts]:
+    """Return the bursts of each node that count. Pings are in order of node and time, and taken together."""
+    node, t1, t2, t3, t4 = (pings[column].to_numpy() for column in ("node", "t1_ns", "t2_ns", "t3_ns", "t4_ns"))
+    real = (t4 - t1) - (t3 - t2) > 0
+    node, t1, t2, t3, t4 = (of[real] for of in (node, t1, t2, t3, t4))
+    rtt, theta = (t4 - t1) - (t3 - t2), ((t2 - t1) + (t3 - t4)) / 2
+    begins = (np.diff(node, prepend=-1) != 0) | (np.diff(t1, prepend=0) > _BURST_GAP_NS)
+    first, burst = np.flatnonzero(begins), np.cumsum(begins) - 1
+    length = np.diff(first, append=len(t1))
+    kept = np.maximum(1, (length * _KEPT).astype(np.int64))
+    of_burst = np.arange(len(t1)) - first[burst]
+    best = np.lexsort((rtt, burst))[of_burst < kept[burst]]  # by burst those with the lowest round trips
+    begin = np.cumsum(kept) - kept
+    ordered = theta[best][np.lexsort((theta[best], burst[best]))]
+    at = (np.add.reduceat(t1[best].astype(np.float64), begin) / kept).astype(np.int64) if len(begin) else begin
+    offset = (ordered[begin + (kept - 1) // 2] + ordered[begin + kept // 2]) / 2
+    rtt, of_node = rtt[best[begin]], node[first]
+    nodes = np.flatnonzero(np.diff(of_node, prepend=-1))
+    found = {}
+    for low, high in pairwise([*nodes.tolist(), len(of_node)]):
+        good = rtt[low:high] <= _GOOD_RTT * rtt[low:high].min() + _GOOD_RTT_NS
+        of = (column[low:high][good] for column in (at, offset, rtt))
+        found[int(of_node[low])] = _Bursts(*of)
+    return found
 
 
 def _fit_bursts(node: int, bursts: _Bursts) -> Clock:
