@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.tables import in_order
@@ -52,7 +53,8 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
         return np.zeros(len(spans), np.int64)
     low, high = (np.concatenate([frame[c].to_numpy() for frame in (wanted, spans)]) for c in ("start_ns", "end_ns"))
     first, last = int(low.min()), int(high.max())
-    keys = RankKeys(np.unique(np.concatenate([wanted["rank"], spans["rank"]])), first, last - first + 1)
+    ranks, _ = distinct(np.concatenate([wanted["rank"], spans["rank"]]))
+    keys = RankKeys(ranks, first, last - first + 1)
     start, length = keys.of(wanted, "start_ns"), (wanted["end_ns"] - wanted["start_ns"]).to_numpy()
     before = np.concatenate([[0], np.cumsum(length)])
 
@@ -136,6 +138,7 @@ def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(exposed_ns=pl.col("transfer_ns"), least_ns=least)
 
 
+@once
 def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
     """Return the time of each group's communication, ns per step and rank that was seen in it; the largest first.
 

@@ -67,11 +67,11 @@ def numbers(words: pl.Series, code: Mapping[str, int]) -> NDArray[np.int64]:
     """Return the number of each word, none of which may lack one."""
     if not isinstance(words.dtype, pl.Enum):
         return np.asarray(words.replace_strict(code, return_dtype=pl.Int64).to_numpy(), np.int64)
-    known = words.dtype.categories.to_list()
+    known, place = words.dtype.categories.to_list(), words.to_physical().to_numpy()
     of_word = np.zeros(len(known), np.int64)
-    for word in words.unique().to_list():
-        of_word[known.index(word)] = code[word]
-    return np.asarray(of_word[words.to_physical().to_numpy()])
+    for each in np.flatnonzero(np.bincount(place, minlength=len(known))).tolist():
+        of_word[each] = code[known[each]]
+    return np.asarray(of_word[place])
 
 
 def is_like(column: str, pattern: str) -> pl.Expr:

@@ -46,6 +46,42 @@ done:;
     Py_RETURN_NONE;
 }
 
+/* Each node's dependencies, one after the other, as many in `first` as it has up to then; pairs keep their order. */
+static PyObject *rows(PyObject *self, PyObject *args)
+{
+    unsigned long long a[4];
+    Py_ssize_t n, m;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "nnKKKK", &n, &m, &a[0], &a[1], &a[2], &a[3]))
+        return NULL;
+    const int32_t *waits = AT(const int32_t, a[0]), *waited_for = AT(const int32_t, a[1]);
+    int32_t *first = AT(int32_t, a[2]), *before = AT(int32_t, a[3]);
+    int32_t *next = calloc((size_t)n + 1, sizeof *next);
+    if (!next)
+        return PyErr_NoMemory();
+    int wrong = 0;
+    Py_BEGIN_ALLOW_THREADS
+    for (int64_t k = 0; k < m; k++)
+        wrong |= (uint32_t)waits[k] >= (uint64_t)n;
+    if (!wrong) {
+        for (int64_t k = 0; k < m; k++)
+            next[waits[k] + 1]++;
+        for (int64_t i = 0; i < n; i++)
+            next[i + 1] += next[i];
+        for (int64_t i = 0; i <= n; i++)
+            first[i] = next[i];
+        for (int64_t k = 0; k < m; k++)
+            before[next[waits[k]]++] = waited_for[k];
+    }
+    Py_END_ALLOW_THREADS
+    free(next);
+    if (wrong) {
+        PyErr_SetString(PyExc_ValueError, "a node waits that does not exist");
+        return NULL;
+    }
+    Py_RETURN_NONE;
+}
+
 /* Kahn's algorithm, first come first served, so that nodes of about the same time lie near each other. */
 static PyObject *order(PyObject *self, PyObject *args)
 {
@@ -121,6 +157,7 @@ static PyObject *chain(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, "When each node ends."},
+    {"rows", rows, METH_VARARGS, "What each node waits for, node by node."},
     {"order", order, METH_VARARGS, "Nodes after what they wait for."},
     {"chain", chain, METH_VARARGS, "What a node waits for longest."},
     {NULL, NULL, 0, NULL},

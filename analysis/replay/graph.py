@@ -221,6 +221,11 @@ def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer
 def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Shorts, Shorts]:
     """Return each node's dependencies, one after the other."""
     first = np.zeros(n + 1, dtype=np.int32)
+    if _replay is not None:
+        waits, waited_for = (np.ascontiguousarray(of, dtype=np.int32) for of in (waits, waited_for))
+        before = np.empty(len(waits), dtype=np.int32)
+        _replay.rows(n, len(waits), *map(pointer, (waits, waited_for, first, before)))
+        return first, before
     np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
     return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
 

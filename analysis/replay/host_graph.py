@@ -19,7 +19,7 @@ from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.model.tables import in_order, numbers
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, assemble, replay, spread
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
@@ -144,13 +144,13 @@ class _Numbers:
 class _Arrows:
     """Dependencies, pair by pair."""
 
-    waits: list[Ints] = field(default_factory=list)
-    waited_for: list[Ints] = field(default_factory=list)
+    waits: list[Shorts] = field(default_factory=list)
+    waited_for: list[Shorts] = field(default_factory=list)
 
     def tie(self, nodes: Ints, others: Ints) -> None:
         """Each of the nodes waits for the other beside it."""
-        self.waits.append(nodes)
-        self.waited_for.append(others)
+        self.waits.append(nodes.astype(np.int32))
+        self.waited_for.append(others.astype(np.int32))
 
 
 def graph_of(timeline: Timeline) -> HostGraph:
@@ -339,25 +339,26 @@ def _nodes(
     """Return the columns of the nodes, in the order of `_Numbers`."""
     in_phase = chains.phase >= 0
 
-    def of_phase(column: NDArray[np.integer]) -> Ints:
-        return np.where(in_phase, column[chains.phase], _NONE).astype(np.int64)
+    def of_phase(column: NDArray[np.integer]) -> Shorts:
+        return np.where(in_phase, column.astype(np.int32)[chains.phase], np.int32(_NONE))
 
-    def coded(column: str, names: Sequence[str]) -> Ints:
+    def coded(column: str, names: Sequence[str]) -> Shorts:
         code = dict(zip(names, range(len(names)), strict=True))
         return of_phase(numbers(phases[column], code))
 
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
-    nothing, rank, of_op = np.full(n_ranks, _NONE), keys.ranks, rows.first_of_op
+    nothing, rank, of_op = np.full(n_ranks, _NONE, np.int32), keys.ranks.astype(np.int32), rows.first_of_op
+    step, label = rows.step.astype(np.int32), rows.label.astype(np.int32)
     start, end = (times - chains.place * keys.span for times in (chains.start, chains.end))
     first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
     arrival = rows.arrival - rows.place * keys.span
     op_end = moved.began + moved.transfer_ns
     return Nodes(
         duration_ns=np.concatenate([start[first_of_rank], span_ns, moved.transfer_ns, moved.end_ns]).astype(float),
-        rank=np.concatenate([rank, rank[chains.place], np.full(n_ops, _NONE), rank[rows.place]]),
-        step=np.concatenate([nothing, of_phase(phases["step"].to_numpy()), rows.step[of_op], rows.step]),
-        part=np.concatenate([nothing, coded("part", PARTS), np.full(n_ops + n_rows, _TRANSFER)]),
-        label=np.concatenate([nothing, coded("label", labels), rows.label[of_op], rows.label]),
+        rank=np.concatenate([rank, rank[chains.place], np.full(n_ops, _NONE, np.int32), rank[rows.place]]),
+        step=np.concatenate([nothing, of_phase(phases["step"].to_numpy()), step[of_op], step]),
+        part=np.concatenate([nothing, coded("part", PARTS), np.full(n_ops + n_rows, _TRANSFER, np.int32)]),
+        label=np.concatenate([nothing, coded("label", labels), label[of_op], label]),
         instance=np.concatenate([nothing, np.full(n_spans, _NONE), rows.ids, rows.instance_id]),
         start_ns=keys.origin + np.concatenate([nothing + 1, start, moved.began, arrival]),
         end_ns=keys.origin + np.concatenate([start[first_of_rank], end, op_end, moved.local_end]),
