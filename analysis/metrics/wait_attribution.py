@@ -117,6 +117,7 @@ def delays(phases: pl.DataFrame, collectives: pl.DataFrame) -> Delays:
         _first=first,
         _end=end,
     )
+    del ops, sections
     received, left = _received(result)
     amount = np.stack([waits.waited, received[:, 0], waits.blocked + received[:, 1]], axis=1)
     unseen = (1 - (longer + waited_longer) / whole)[:, np.newaxis] * amount

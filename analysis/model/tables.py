@@ -65,9 +65,8 @@ def schema_of(name: str) -> dict[str, Any]:
 
 def numbers(words: pl.Series, code: Mapping[str, int]) -> NDArray[np.int64]:
     """Return the number of each word, none of which may lack one."""
-    if not isinstance(words.dtype, pl.Enum):
-        return np.asarray(words.replace_strict(code, return_dtype=pl.Int64).to_numpy(), np.int64)
-    known, place = words.dtype.categories.to_list(), words.to_physical().to_numpy()
+    kind = words.dtype if isinstance(words.dtype, pl.Enum) else pl.Enum([*code])
+    known, place = kind.categories.to_list(), words.cast(kind).to_physical().to_numpy()
     of_word = np.zeros(len(known), np.int64)
     for each in np.flatnonzero(np.bincount(place, minlength=len(known))).tolist():
         of_word[each] = code[known[each]]

@@ -74,9 +74,9 @@ class Graph(Nodes):
     before: Shorts
 
     @property
-    def waits(self) -> Ints:
+    def waits(self) -> Shorts:
         """The node that waits, for each of `before`."""
-        return np.repeat(np.arange(len(self)), np.diff(self.first))
+        return np.repeat(np.arange(len(self), dtype=np.int32), np.diff(self.first))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ class Changes:
 
     duration_ns: Floats
     gone: Ints
-    waits: Ints
-    waited_for: Ints
+    waits: NDArray[np.integer]
+    waited_for: NDArray[np.integer]
 
 
 def replay(graph: Graph, duration_ns: Floats) -> Floats:
@@ -107,8 +107,8 @@ def replay_with(graph: Graph, changes: Changes) -> Floats:
     n = len(changes.duration_ns)
     kept = np.ones(len(graph.before), dtype=bool)
     kept[changes.gone] = False
-    waits = np.concatenate([graph.waits[kept], changes.waits])
-    waited_for = np.concatenate([graph.before[kept], changes.waited_for])
+    waits = np.concatenate([graph.waits[kept], changes.waits], dtype=np.int32, casting="same_kind")
+    waited_for = np.concatenate([graph.before[kept], changes.waited_for], dtype=np.int32, casting="same_kind")
     order = _in_order(n, waits, waited_for)
     number = np.empty(n, dtype=np.int32)
     number[order] = np.arange(n)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.metrics.distinct import among, distinct, distinct_in_order
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
+from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
@@ -39,6 +40,11 @@ _AT_ONCE = 1
 _CLOCK_ERROR = 0.02  # of the step
 _MAIN_THREAD = 0
 _NONE = -1
+# What the graph asks of each operation: all columns would take three times as much.
+_OF_OPERATION = (
+    *("rank", "step", "start_ns", "end_ns", "op", "group_id", "group_size", "size_bytes"),
+    *("peer", "tag", "instance_id"),
+)
 _TRANSFER = PARTS.index("transfer")
 
 Bools = NDArray[np.bool_]
@@ -152,6 +158,13 @@ class _Arrows:
         self.waits.append(nodes.astype(np.int32))
         self.waited_for.append(others.astype(np.int32))
 
+    def all(self) -> tuple[Shorts, Shorts]:
+        """Return all of them, which are not kept."""
+        waits, waited_for = (np.concatenate(of) for of in (self.waits, self.waited_for))
+        self.waits.clear()
+        self.waited_for.clear()
+        return waits, waited_for
+
 
 def graph_of(timeline: Timeline) -> HostGraph:
     """Return the graph of a run whose main threads were recorded. Raises `NotReplayable`."""
@@ -167,11 +180,8 @@ def graph_of(timeline: Timeline) -> HostGraph:
     if timeline.ranks["node"].n_unique() > 1:
         _check_clocks(timeline)
     bounds = phases.group_by("rank").agg(pl.col("start_ns").min().alias("_from"), pl.col("end_ns").max().alias("_to"))
-    seen = (
-        timeline.collectives.filter(pl.col("end_ns").is_not_null())
-        .join(bounds, on="rank")
-        .filter(pl.col("start_ns") > pl.col("_from"), pl.col("start_ns") < pl.col("_to"))
-    )
+    seen = timeline.collectives.select(_OF_OPERATION).filter(pl.col("end_ns").is_not_null())
+    seen = seen.pipe(looked_up, bounds, ["rank"]).filter(pl.col("start_ns").is_between("_from", "_to", closed="none"))
     ranks = phases["rank"].unique().sort()
     origin = int(phases["start_ns"].to_numpy().min())
     latest = max(int(f["end_ns"].to_numpy().max()) for f in (phases, seen) if len(f))
@@ -179,13 +189,14 @@ def graph_of(timeline: Timeline) -> HostGraph:
     if len(ranks) * keys.span >= MOST:
         raise NotReplayable(text("the run is too long for so many ranks"))
     # Operations of which not all ranks are on a main thread's chain do not wait for peers.
-    whole = pl.col("instance_id").is_not_null() & (
-        pl.len().over("instance_id") == pl.when(pl.col("op").is_in(P2P_OPS)).then(2).otherwise("group_size")
-    )
-    seen = seen.with_columns(pl.when(whole).then("instance_id").alias("instance_id"))
-    chains = _chains(phases, keys, keys.of(seen, "start_ns"))
-    error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
-    return _assembled(timeline, phases, chains, seen, keys, error_ns)
+    instance = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
+    ranks_of = pl.lit(pl.Series(np.bincount(instance + 1, minlength=1)[instance + 1]))
+    whole = ranks_of == pl.when(pl.col("op").is_in(P2P_OPS)).then(2).otherwise("group_size")
+    seen = seen.with_columns(pl.when(whole).then("instance_id").alias("instance_id")).drop("_from", "_to", "group_size")
+    labels = sorted({*phases["label"].unique().to_list(), *seen["op"].unique().to_list()})
+    rows = _rows(seen, keys, labels)
+    del seen
+    return _assembled(timeline, phases, rows, keys, labels)
 
 
 def _check_clocks(timeline: Timeline) -> None:
@@ -220,22 +231,22 @@ def _chains(phases: pl.DataFrame, keys: RankKeys, arrivals: Ints) -> _Chains:
 
 
 def _assembled(
-    timeline: Timeline, phases: pl.DataFrame, chains: _Chains, seen: pl.DataFrame, keys: RankKeys, error_ns: int
+    timeline: Timeline, phases: pl.DataFrame, rows: _Rows, keys: RankKeys, labels: Sequence[str]
 ) -> HostGraph:
-    labels = sorted({*phases["label"].unique().to_list(), *seen["op"].unique().to_list()})
-    rows = _rows(seen, keys, labels)
-    numbers = _Numbers(len(keys.ranks), len(chains.start), len(rows.ids), len(seen))
+    chains = _chains(phases, keys, rows.arrival)
+    error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
+    numbers = _Numbers(len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op))
     arrows = _Arrows()
     arrows.tie(numbers.spans, chains.node_before(chains.start))
     span, row, ends = _awaited(chains, rows.arrival, rows.end)
     arrows.tie(numbers.spans[span], numbers.ends[row])
     rows = replace(rows, end=ends)
     span_ns, wakes = _woken(chains, rows, span, row)
-    node, row = _joined_by_backward(timeline.regions, seen, chains, keys, rows.arrival, rows.end)
+    node, row = _joined_by_backward(timeline.regions, rows, chains, keys)
     arrows.tie(numbers.spans[node], numbers.ends[row])
     moved = _moved(chains, rows, keys, numbers, arrows, error_ns)
     nodes = _nodes(phases, chains, rows, keys, moved, span_ns, labels)
-    graph, number = assemble(nodes, np.concatenate(arrows.waits), np.concatenate(arrows.waited_for))
+    graph, number = assemble(nodes, *arrows.all())
     position = rows.position
     positions = int(position.max(initial=0)) + 1
     of_op, of_end = position[rows.first_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
@@ -409,8 +420,7 @@ def _position_in_cycle(seen: pl.DataFrame) -> Ints:
 
 def _queue(seen: pl.DataFrame) -> Ints:
     """Return which rank and group an operation queues in; sends and receives queue nowhere."""
-    groups = seen.select(pl.col("group_id").unique()).with_row_index("_group")
-    group = seen.select("group_id").join(groups, on="group_id", maintain_order="left")["_group"].to_numpy()
+    groups, group = distinct(seen["group_id"].to_numpy())
     queue = seen["rank"].to_numpy().astype(np.int64) * (len(groups) + 1) + group
     return np.where(seen["op"].is_in(P2P_OPS).to_numpy(), _NONE, queue)
 
@@ -455,19 +465,20 @@ def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) 
 
 
 def _joined_by_backward(
-    regions: pl.DataFrame, seen: pl.DataFrame, chains: _Chains, keys: RankKeys, arrival: Ints, end: Ints
+    regions: pl.DataFrame, of_operations: _Rows, chains: _Chains, keys: RankKeys
 ) -> tuple[Ints, Ints]:
     """Chain nodes that begin where a backward ends, and the rows that it had to wait for had they not ended before.
 
     DDP waits at the end of backward for the operations issued in it, unless the script has waited for them since.
     """
+    arrival, end = of_operations.arrival, of_operations.end
     of_main = regions.filter(pl.col("thread") == _MAIN_THREAD, pl.col("rank").is_in(keys.ranks))
     backward = of_main.filter(pl.col("kind") == "backward").pipe(in_order, "rank", "start_ns")
     waits = np.sort(keys.of(of_main.filter(pl.col("kind") == "wait"), "start_ns"), kind="stable")
     wait = np.append(waits, np.iinfo(np.int64).max)
     low, high = keys.of(backward, "start_ns"), keys.of(backward, "end_ns")
     inside = np.searchsorted(low, arrival, side="right") - 1
-    rows = np.flatnonzero((inside >= 0) & ~seen["op"].is_in(P2P_OPS).to_numpy())
+    rows = np.flatnonzero((inside >= 0) & (of_operations.queue != _NONE))
     until = high[inside[rows]]
     at = np.searchsorted(chains.start, until)
     on_chain = (at < len(chains.start)) & (chains.place[np.minimum(at, len(chains.start) - 1)] == until // keys.span)

@@ -40,6 +40,7 @@ from rankscope.analysis.replay.pipeline import (
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
 from rankscope.analysis.replay.protocol import Gain
 from rankscope.analysis.replay.wiring import NONE, Wiring, transfers, wiring
+from rankscope.analysis.runs.memory_budget import give_back
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
@@ -525,7 +526,9 @@ def _pipeline_rerun(ops: pl.DataFrame) -> PipelineRerun:
 
 def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
     timeline = first_steps(timeline)
+    give_back()  # before and after a report takes most memory
     host = device_graph(timeline) if len(timeline.kernels) else graph_of(timeline)
+    give_back()
     nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
     stages = roles(timeline.groups, timeline.regions, timeline.collectives)
     held = timeline.ops.select("rank", "stage").unique()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.distinct import distinct_in_order
 from rankscope.analysis.replay.device_graph import BETWEEN
-from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, spread
+from rankscope.analysis.replay.graph import Changes, Floats, Graph, Ints, Shorts, spread
 
 __all__ = ["NONE", "Edges", "Wiring", "transfers", "wiring"]
 
@@ -24,8 +25,8 @@ class Wiring:
     """The edges of a graph, and the sides of its operations in order of `instance` and rank; `NONE`: there is none."""
 
     graph: Graph
-    waits: Ints  # of each edge: this node waits
-    waited_for: Ints  # for this one
+    waits: Shorts  # of each edge: this node waits
+    waited_for: Shorts  # for this one
     ranks: int  # more than the highest rank
     key: Ints  # of each side: instance * ranks + rank
     done: Ints  # the node of its end
@@ -81,7 +82,7 @@ def transfers(graph: Graph, instances: Ints) -> Ints:
 
 def wiring(graph: Graph, instances: Ints) -> Wiring:
     """Return the sides of these instances."""
-    waits, waited_for = graph.waits, graph.before.astype(np.int64)
+    waits, waited_for = graph.waits, graph.before
     edges = np.flatnonzero(np.isin(graph.instance, instances)[waits])
     to, of = waits[edges], waited_for[edges]
     same = graph.instance[to] == graph.instance[of]
@@ -121,10 +122,10 @@ class Edges:
     """Edges that go, and that come."""
 
     gone: list[Ints] = field(default_factory=list)
-    waits: list[Ints] = field(default_factory=list)
-    waited_for: list[Ints] = field(default_factory=list)
+    waits: list[NDArray[np.integer]] = field(default_factory=list)
+    waited_for: list[NDArray[np.integer]] = field(default_factory=list)
 
-    def tie(self, nodes: Ints, others: Ints) -> None:
+    def tie(self, nodes: NDArray[np.integer], others: NDArray[np.integer]) -> None:
         """Each of the nodes waits for the other beside it."""
         self.waits.append(nodes)
         self.waited_for.append(others)

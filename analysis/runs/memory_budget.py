@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ __all__ = [
     "bytes_of_rows",
     "check_memory",
     "check_share",
+    "give_back",
     "held_share",
     "needed_bytes",
     "readable_share",
@@ -40,6 +43,12 @@ _MOST = 3_000_000_000  # a report on so much takes half a minute, while a job th
 # in stretches, in less time and by several processes.
 _ENOUGH, _ENOUGH_LAST_STEPS = 500_000_000, 50
 _SHARE = 0.5  # of the memory that is free
+
+
+def give_back() -> None:
+    """Return to the system what is free between what is used, as glibc does not by itself."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def check_memory(trace: Trace) -> None:

@@ -25,11 +25,14 @@ MUTUAL_OPS = tuple(
     op for op in OPS if op.startswith(("allreduce", "allgather", "reduce_scatter", "barrier", "monitor"))
 )
 
-MATCHED_COLUMNS = {
+_REASONS = (None, "group unknown", "peer missing", "operations differ", "end missing")
+_UNMATCHED = pl.Enum(sorted(filter(None, _REASONS)))
+
+MATCHED_COLUMNS: dict[str, Any] = {
     "group": pl.String,
     "group_size": pl.UInt32,
     "instance_id": pl.UInt32,
-    "unmatched": pl.String,
+    "unmatched": _UNMATCHED,
     "transfer_ns": pl.Int64,
     "wait_ns": pl.Int64,
     "is_last": pl.Boolean,
@@ -44,7 +47,6 @@ _SPARSE = 4  # a stream whose ordinals span more than this times its rows gets p
 _NEVER = -(1 << 62)  # a time that was not seen; differences from times still fit
 _NO_SENDER = -2
 _WIDEST = 1 << 62  # of a key
-_REASONS = (None, "group unknown", "peer missing", "operations differ", "end missing")
 _NOTHING, _BY_DURATION, _ROOTED, _BY_START = range(4)  # what a wait is measured by
 
 _CODE = {op: code for code, op in enumerate(OPS)}
@@ -396,7 +398,7 @@ def _judge(sums: _Sums, streams: _Streams, stream: Ints) -> _Places:
     cause[~whole | np.isinf(error)] = _NEVER
     shown = named.with_columns(
         instance_id=_where(whole, rank_of).cast(pl.UInt32),
-        unmatched=_nulls(pl.String(), len(why)) if whole.all() else pl.Series(_REASONS).gather(why),
+        unmatched=_nulls(_UNMATCHED, len(why)) if whole.all() else pl.Series(_REASONS, dtype=_UNMATCHED).gather(why),
         transfer_ns=_where(whole, sums.transfer_ns),
         arrival_spread_ns=_where(resolved, spread),
     )
