@@ -75,7 +75,7 @@ def step_summary(steps: pl.DataFrame) -> StepSummary:
 
 def step_lengths(steps: pl.DataFrame) -> dict[int, tuple[int, ...]]:
     lengths = steps.sort("rank", "step").select("rank", ns=pl.col("end_ns") - pl.col("start_ns"))
-    return {rank: tuple(rows["ns"].to_list()) for (rank,), rows in lengths.group_by("rank", maintain_order=True)}
+    return {rank: tuple(ns) for rank, ns in lengths.group_by("rank", maintain_order=True).all().iter_rows()}
 
 
 def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:

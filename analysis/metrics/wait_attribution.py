@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.model.parts import BEGAN_LATE, BLOCKED, LEFT_LATE
 from rankscope.analysis.model.segments import latest
 from rankscope.analysis.model.tables import numbers
@@ -243,12 +244,14 @@ def _operations(collectives: pl.DataFrame, ranks: Ints, spans: _Spans) -> _Opera
     np.minimum.at(low, instance, rank)
     np.maximum.at(high, instance, rank)
     pair = np.where(p2p, (low * len(ranks) + high)[instance], -1)
-    named = np.unique(rows["group_id"].to_numpy(), return_inverse=True)[1]
+    _, named = distinct(rows["group_id"].to_numpy())
     _, at, group = np.unique(np.where(p2p, -1 - pair, named), return_index=True, return_inverse=True)
     groups = len(at)
     order = np.lexsort((instance, group, rank))
     rank, group, instance = rank[order], group[order], instance[order]
-    code, first = np.unique(rank * groups + group, return_index=True)
+    code = rank * groups + group
+    first = np.flatnonzero(np.diff(code, prepend=-1))
+    code = code[first]
     bounds = np.append(first, len(rank)).astype(np.int64)
     segment = np.repeat(np.arange(len(code)), np.diff(bounds))
     waited = rows["waited_ns"].to_numpy()[order]

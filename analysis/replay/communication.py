@@ -148,7 +148,8 @@ def _queue(order: pl.DataFrame, wired: Wiring, edges: Edges) -> None:
     node, group = node[node != NONE], order["group_id"].rank("dense").to_numpy()[node != NONE]
     of = np.full(len(wired.graph), NONE)
     of[node] = group
-    edges.gone.append(np.flatnonzero((of[wired.waits] != NONE) & (of[wired.waits] == of[wired.waited_for])))
+    waiting = of[wired.waits]
+    edges.gone.append(np.flatnonzero((waiting != NONE) & (waiting == of[wired.waited_for])))
     goes_on = group[1:] == group[:-1]
     edges.tie(node[1:][goes_on], node[:-1][goes_on])
 
