@@ -32,8 +32,8 @@ def rank_exits(
     rows = rows.join(last, on="rank", how="left", maintain_order="left")
     begun = np.concatenate([table["start_ns"].drop_nulls().to_numpy() for table in (collectives, regions)])
     early = begun < (rows["failed_ns"].min() or 0)  # nearly all: only the last of these counts
-    latest = begun[early].argmax(keepdims=True) if early.any() else slice(0)
-    begun = np.sort(np.concatenate([begun[early][latest], begun[~early]]))
+    latest = begun[early].max(keepdims=True) if early.any() else begun[:0]
+    begun = np.sort(np.concatenate([latest, begun[~early]]))
     before = np.searchsorted(begun, rows["failed_ns"].to_numpy())
     at = [int(begun[number - 1]) if number else None for number in before]
     return rows.with_columns(pl.col("step") + 1, pl.Series("begun_ns", at, pl.Int64)).drop("_at", strict=False)
