@@ -102,11 +102,13 @@ def apply_clocks(rows: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:
     # One more for rows of a node whose clock is not known.
     offset, at = (np.array([*values, 0]) for values in zip(*((c.offset_ns, c.at_ns) for c in clocks), strict=True))
     drift = np.array([*(clock.drift_ppm for clock in clocks), 0.0])
+    offset, at, drift = offset[of], at[of], drift[of]
     shifted = []
     for column in rows.columns:
         if column in TIME_COLUMNS and rows[column].null_count() < len(rows):
-            ahead = (rows[column].fill_null(0).to_numpy() - at[of]) * drift[of] * 1e-6
-            shifted.append(rows[column] + pl.Series(offset[of] + np.rint(ahead).astype(np.int64)))
+            ahead = (rows[column].fill_null(0).to_numpy() - at) * drift
+            ahead *= 1e-6
+            shifted.append(rows[column] + pl.Series(offset + np.rint(ahead, out=ahead).astype(np.int64)))
     return rows.with_columns(shifted)
 
 

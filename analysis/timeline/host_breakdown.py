@@ -289,7 +289,10 @@ def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame]) -> _Ranks:
     steps, regions, collectives = tables
     of_steps, of_regions, of_calls = (keys.offset(table) for table in tables)
     start, end = (regions[column].to_numpy() + of_regions for column in ("start_ns", "end_ns"))
-    order = np.lexsort((-end, start))  # of those that begin together the outer ones first
+    order = np.arange(len(start))
+    together = np.flatnonzero(start[1:] == start[:-1])
+    together = np.union1d(together, together + 1)
+    order[together] = together[np.lexsort((-end[together], start[together]))]  # the outer ones first
     spans = Spans(start[order], end[order], regions["_label"].to_numpy()[order])
     kind = regions["kind"].to_numpy()[order]
     starts, ends, issued, last_arrival = (
