@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ __all__ = ["Owner", "Read", "StoredRows", "Whole"]
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras", "exits")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
 _SPARSE = 40  # rows
+_OWNERS = 256  # whose rows are unpacked before what is not wanted of them is given up
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
 Whole = dict[str, tuple[pl.DataFrame, list[Gap]]]  # by table, with what was wrong with its files
@@ -148,7 +149,9 @@ class StoredRows:
             if self.unpacked and parts[0].table in LARGE:
                 found = self.unpacked(parts[0].table)
             else:
-                found = [read for of_owner in at_once(self.within, self.by_owner(parts[0].table)) for read in of_owner]
+                owners = self.by_owner(parts[0].table)
+                some = (owners[first : first + _OWNERS] for first in range(0, len(owners), _OWNERS))
+                found = [read for of_some in some for read in _alone(itertools.chain(*at_once(self.within, of_some)))]
         else:
             found = at_once(lambda part: (part, *read_rows(part.path, closed=self._is_closed(part))), parts)
         return [(part, rows) for part, table, problem in found if (rows := self._good_rows(part, table, problem))]
@@ -258,6 +261,17 @@ class StoredRows:
         gap = Gap(table=part.table, rank=part.rank, node=part.node, count=count, why=why)
         if gap not in self.gaps:  # large tables may be read again
             self.gaps.append(gap)
+
+
+def _alone(read: Iterable[Read]) -> list[Read]:
+    """Return the same rows without those that were unpacked with them: a slice holds all that it was cut from."""
+    read = [(part, None if rows is None else rows.replace_schema_metadata(), problem) for part, rows, problem in read]
+    tables = [rows for _, rows, _ in read if rows is not None]
+    if not tables or any(rows.schema != tables[0].schema for rows in tables):
+        return read
+    whole, ends = pa.concat_tables(tables).combine_chunks(), itertools.accumulate(map(len, tables))
+    pieces = (whole[end - len(rows) : end] for rows, end in zip(tables, ends, strict=True))
+    return [(part, None if rows is None else next(pieces), problem) for part, rows, problem in read]
 
 
 def _each_once(texts: pl.Series) -> pl.Series:
