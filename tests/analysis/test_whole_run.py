@@ -91,6 +91,20 @@ def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_
     assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
 
 
+def test_a_run_that_was_opened_before_is_not_opened_again(recorded, tmp_path, monkeypatch):
+    (alone,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "")
+    Trace.open(recorded).to_file(tmp_path / stretches._OPENED)
+    monkeypatch.setattr(Trace, "open", None)
+    assert summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path)) == [alone]
+
+
+def test_a_full_temporary_folder_costs_nothing_but_time(report, monkeypatch):
+    before = json_form.render(report())
+    monkeypatch.setattr(stretches, "kept", lambda *_: None)
+    monkeypatch.setattr(Trace, "to_file", lambda _, file: no_room(file.write_bytes(b"half of it")))
+    assert json_form.render(report()) == before
+
+
 def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
     first = report()
     monkeypatch.setattr(stretches, "begun", lambda *asked, **_: nullcontext(iter([] if not asked[1] else [1 / 0])))
