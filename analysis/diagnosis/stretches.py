@@ -38,7 +38,7 @@ __all__ = ["summarize", "whole_run", "with_whole_run"]
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
-_BLOCKS_EACH, _IN_BLOCK = 2, 8  # of one process, at least; stretches, at most
+_IN_BLOCK = 8  # stretches, at most
 _CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 
 
@@ -166,8 +166,9 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
 
 
 def _blocks(wanted: Sequence[tuple[int, int]], cores: int) -> list[list[tuple[int, int]]]:
-    """Return the stretches in blocks of those that follow each other, as many in each as leave each core some."""
-    size = min(max(len(wanted) // (_BLOCKS_EACH * cores), 1), _IN_BLOCK)
+    """Return the stretches in blocks of those that follow each other: as few as give each core equally many."""
+    each = cores * max(-(-len(wanted) // (cores * _IN_BLOCK)), 1)
+    size = max(-(-len(wanted) // each), 1)
     blocks: list[list[tuple[int, int]]] = []
     for cut in wanted:
         if blocks and blocks[-1][-1][1] + 1 == cut[0] and len(blocks[-1]) < size:
