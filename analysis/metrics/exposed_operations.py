@@ -76,9 +76,9 @@ def _edges(rows: pl.DataFrame, purpose: Ints, purposes: int) -> pl.Series:
     """Say of each row whether none of its purpose begins before it, or none after it, in its step on its rank."""
     _, rank = distinct(rows["rank"].to_numpy())
     steps, step = distinct(rows["step"].fill_null(-1).to_numpy())
-    cell, begin = (rank * len(steps) + step) * purposes + purpose, rows["begin_ns"].to_numpy()
-    cells = int(cell.max(initial=-1)) + 1
-    low, high = np.full(cells, begin.max(initial=0)), np.full(cells, begin.min(initial=0))
+    cells, cell = distinct((rank * len(steps) + step) * purposes + purpose)
+    begin = rows["begin_ns"].to_numpy()
+    low, high = np.full(len(cells), begin.max(initial=0)), np.full(len(cells), begin.min(initial=0))
     np.minimum.at(low, cell, begin)
     np.maximum.at(high, cell, begin)
     return pl.Series((begin == low[cell]) | (begin == high[cell]))

@@ -30,9 +30,11 @@ def decoded_bytes(stream: bytes) -> int:
             (message,) = struct.unpack_from("<I", metadata)  # none at the end
             kind, size = _field(metadata, message, _TYPE), _field(metadata, message, _BODY_BYTES)
             (body_bytes,) = struct.unpack_from("<Q", metadata, size) if size else (0,)
+            at = body + body_bytes
+            if at > len(stream):
+                return total
             if kind and metadata[kind] == _RECORD_BATCH:
                 total += _of_batch(metadata, message, stream, body, body_bytes)
-            at = body + body_bytes
     except (struct.error, IndexError):
         return total  # the rest is no more than its bytes: it cannot be decoded either
 

@@ -43,6 +43,12 @@ def report(recorded, monkeypatch):
     return lambda: diagnose(Trace.open(recorded))
 
 
+@pytest.fixture
+def one_by_one(monkeypatch):
+    """A process is given one stretch at a time, however many cores there are."""
+    monkeypatch.setattr(stretches, "_IN_BLOCK", 1)
+
+
 @pytest.fixture(autouse=True)
 def no_summaries(recorded):
     (recorded / FOLDER / "stretches.json").unlink(missing_ok=True)
@@ -115,7 +121,7 @@ def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
     assert "比" in terminal.render(again, width=400, language="zh")
 
 
-def test_summaries_of_other_files_are_not_used(recorded, report, monkeypatch):
+def test_summaries_of_other_files_are_not_used(recorded, report, one_by_one, monkeypatch):
     report()
     asked = []
 
@@ -149,7 +155,7 @@ def killed(paths, files, asked, *rest):
     return summarize(paths, files, asked, *rest)
 
 
-def test_a_process_that_is_killed_costs_its_stretch(report, monkeypatch):
+def test_a_process_that_is_killed_costs_its_stretch(report, one_by_one, monkeypatch):
     monkeypatch.setattr(workers, "_WORTH_S", 0.0)
     monkeypatch.setattr(stretches, "summarize", killed)
     said = report()
@@ -165,7 +171,7 @@ def interrupted(paths, files, asked, *rest):
     return summarize(paths, files, asked, *rest)
 
 
-def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, monkeypatch):
+def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, one_by_one, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(stretches, "summarize", interrupted)
         with pytest.raises(KeyboardInterrupt):
