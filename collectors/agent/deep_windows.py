@@ -27,10 +27,10 @@ import msgspec
 
 from rankscope.collectors.agent.json_files import replace_json
 from rankscope.collectors.agent.messages import Slow, Stacks, Window
-from rankscope.collectors.agent.ring_reader import Progress
 
-if TYPE_CHECKING:  # `rankscope trigger` asks without importing the writer
+if TYPE_CHECKING:  # `rankscope trigger` asks without importing the writer, nor numpy
     from rankscope.collectors.agent.arrow_writer import RunFolder
+    from rankscope.collectors.agent.ring_reader import Progress
 
 __all__ = ["ENDED", "Asked", "Windows", "ask", "folder_of"]
 
