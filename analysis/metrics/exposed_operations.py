@@ -53,14 +53,14 @@ def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, I
     codes = rows["op"].cast(WORDS["op"]).to_physical().to_numpy()
     _, group = distinct(rows["group_id"].to_numpy())
     pairs, pair = distinct(group * len(OPS) + codes)
-    first = np.full(len(pairs), len(rows))
-    np.minimum.at(first, pair, np.arange(len(rows)))
+    one_of = np.zeros(len(pairs), np.int64)
+    one_of[pair] = np.arange(len(rows))
     about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
     named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
     op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
     of_pair = (
-        rows.select("group_id", "op", "group")[first]
+        rows.select("group_id", "op", "group")[one_of]
         .join(named, on="group_id", how="left", maintain_order="left")
         .select(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group(), op=op)
     )

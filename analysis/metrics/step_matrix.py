@@ -16,6 +16,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.model.parts import APART, BLOCKED, MAYBE_BLOCKED, OWN
 from rankscope.analysis.model.tables import numbers
@@ -34,7 +35,6 @@ __all__ = [
     "gain_ns",
     "lasting_half_widths",
     "own_by_label",
-    "places",
     "robust_deviation",
     "step_grid",
     "sums",
@@ -103,9 +103,8 @@ class StepGrid:
 @once
 def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     """Arrange the breakdown by rank and step; a step that a rank lacks is left out."""
-    ranks, steps = (breakdown[column].unique().sort() for column in ("rank", "step"))
+    (ranks, rank), (steps, step) = (distinct(breakdown[column].to_numpy()) for column in ("rank", "step"))
     names = breakdown["part"].unique().cast(pl.String).sort().to_list()
-    rank, step = places(breakdown["rank"], ranks), places(breakdown["step"], steps)
     part = numbers(breakdown["part"], dict(zip(names, range(len(names)), strict=True)))
     shape = (len(names), len(ranks), len(steps))
     cell = (part * len(ranks) + rank) * len(steps) + step
@@ -114,23 +113,11 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
     seen[rank, step] = True
     whole: NDArray[np.bool_] = np.logical_and.reduce(seen, axis=0)
     if not whole.all():
-        values, steps, part = values[:, :, whole], steps.filter(pl.Series(whole)), part[whole[step]]
+        values, steps, part = values[:, :, whole], steps[whole], part[whole[step]]
     values.flags.writeable = False  # the grid is shared
     step_ns = float(values.sum()) / max(len(ranks) * len(steps), 1)
     parts = {names[int(each)]: values[each] for each in np.flatnonzero(np.bincount(part, minlength=len(names)))}
-    return StepGrid(tuple(ranks.to_list()), tuple(steps.to_list()), parts, step_ns)
-
-
-def places(values: pl.Series, among: pl.Series) -> Ints:
-    """Return the position of each value `among` all sorted ones; none may be missing."""
-    if among.is_empty():
-        return np.zeros(0, dtype=np.int64)
-    first, last = int(among[0]), int(among[-1])
-    if last - first > len(values) + len(among):
-        return np.searchsorted(among.to_numpy(), values.to_numpy())
-    at = np.zeros(last - first + 1, dtype=np.int64)
-    at[among.to_numpy() - first] = np.arange(len(among))
-    return np.asarray(at[values.to_numpy() - first])
+    return StepGrid(tuple(ranks.tolist()), tuple(steps.tolist()), parts, step_ns)
 
 
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import struct
 
+import pyarrow as pa
+
 __all__ = ["decoded_bytes"]
 
-_RECORD_BATCH = 3  # of the types of messages
-_TYPE, _HEADER, _BODY_BYTES = 1, 2, 3  # fields of a message
-_BUFFERS, _PACKED = 2, 3  # fields of a record batch
+_DAMAGED = (pa.ArrowException, OSError, struct.error, IndexError, ValueError)
 
 
 def decoded_bytes(stream: bytes) -> int:
@@ -19,39 +19,30 @@ def decoded_bytes(stream: bytes) -> int:
 
     Nothing is decoded.
     """
-    total = at = 0
-    try:
-        while True:
-            (length,) = struct.unpack_from("<i", stream, at)
-            if length == -1:  # which older streams lack
-                at += 4
-                (length,) = struct.unpack_from("<i", stream, at)
-            metadata, body = stream[at + 4 : at + 4 + length], at + 4 + length
-            (message,) = struct.unpack_from("<I", metadata)  # none at the end
-            kind, size = _field(metadata, message, _TYPE), _field(metadata, message, _BODY_BYTES)
-            (body_bytes,) = struct.unpack_from("<Q", metadata, size) if size else (0,)
-            at = body + body_bytes
-            if at > len(stream):
-                return total
-            if kind and metadata[kind] == _RECORD_BATCH:
-                total += _of_batch(metadata, message, stream, body, body_bytes)
-    except (struct.error, IndexError):
-        return total  # the rest is no more than its bytes: it cannot be decoded either
-
-
-def _of_batch(metadata: bytes, message: int, stream: bytes, body: int, body_bytes: int) -> int:
-    """Of one record batch: packed buffers begin with the length that they have when they are unpacked."""
-    batch = _inner(metadata, message, _HEADER)
-    if batch is None or not _field(metadata, batch, _PACKED):
-        return body_bytes
-    buffers = _inner(metadata, batch, _BUFFERS)
-    if buffers is None:
-        return 0
-    (count,) = struct.unpack_from("<I", metadata, buffers)
     total = 0
-    for offset, length in struct.iter_unpack("<qq", metadata[buffers + 4 : buffers + 4 + 16 * count]):
-        if length > 8 and 0 <= offset <= body_bytes - 8:
-            total += max(*struct.unpack_from("<q", stream, body + offset), length)
+    try:
+        for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)):
+            if message.type == "record batch" and message.body is not None:
+                total += _of_batch(message.metadata.to_pybytes(), message.body)
+    except _DAMAGED:
+        pass  # the rest is no more than its bytes: it cannot be decoded either
+    return total
+
+
+def _of_batch(metadata: bytes, body: pa.Buffer) -> int:
+    """Of one record batch: packed buffers begin with the length that they have when they are unpacked."""
+    (root,) = struct.unpack_from("<I", metadata)
+    batch = _inner(metadata, root, 2)
+    if batch is None or not _field(metadata, batch, 3):
+        return int(body.size)
+    buffers = _inner(metadata, batch, 2)
+    (count,) = struct.unpack_from("<I", metadata, buffers) if buffers is not None else (0,)
+    total = 0
+    for number in range(min(count, len(metadata) // 16)):
+        offset, length = struct.unpack_from("<qq", metadata, (buffers or 0) + 4 + 16 * number)
+        if length > 8 and 0 <= offset <= body.size - 8:
+            (unpacked,) = struct.unpack("<q", body.slice(offset, 8).to_pybytes())
+            total += max(unpacked, length)
     return total
 
 

@@ -289,7 +289,7 @@ def _ranks_of(keys: RankKeys, tables: list[pl.DataFrame]) -> _Ranks:
     steps, regions, collectives = tables
     of_steps, of_regions, of_calls = (keys.offset(table) for table in tables)
     start, end = (regions[column].to_numpy() + of_regions for column in ("start_ns", "end_ns"))
-    order = np.arange(len(start))
+    order = np.arange(len(start))  # regions are in order of start
     together = np.flatnonzero(start[1:] == start[:-1])
     together = np.union1d(together, together + 1)
     order[together] = together[np.lexsort((-end[together], start[together]))]  # the outer ones first
