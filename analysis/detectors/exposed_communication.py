@@ -46,7 +46,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards, last_backwards_by_marks
-from rankscope.analysis.metrics.exposed_communication import by_group, is_awaited, with_exposed
+from rankscope.analysis.metrics.exposed_communication import hidden_behind, is_awaited, with_exposed
 from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
@@ -152,8 +152,8 @@ def detect(
             lost = one.lost(elsewhere_ns)
             if lost.clear and lost.ns >= least_ns:
                 costly.append((one, lost))
-        by = by_group(collectives, phases, groups) if costly else pl.DataFrame()
-        findings += [_of_operations(one, grid, lost, by) for one, lost in costly]
+        behind = [hidden_behind(collectives, phases, one.groups) for one, _ in costly]
+        findings += [_of_operations(one, grid, lost, of) for (one, lost), of in zip(costly, behind, strict=True)]
     if (
         unresolved is not None
         and not findings
@@ -293,7 +293,7 @@ def _are_judged(
     return is_seen and float(np.median(only_edges, axis=0).mean()) < min_fraction * grid.step_ns
 
 
-def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.DataFrame) -> Finding:
+def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, behind: str) -> Finding:
     op = one.op if one.op != "unknown" else text("communication")
     said = {"group": one.sort, "kind": _KINDS[one.kind], "op": op, "exposed": duration(lost.ns)}
     if one.is_bound:
@@ -311,7 +311,7 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.Data
         detector="exposed_communication",
         title=title,
         where=one.op,
-        advice=joined(" ", (_ADVICE[one.kind], _limit(one, by))),
+        advice=joined(" ", (_ADVICE[one.kind], _limit(one, behind))),
         groups=one.groups,
         fix=None if one.is_bound else f"overlap:{one.sort}:{one.op}",
         evidence=longest_rows(one.rows, "collectives"),
@@ -319,8 +319,8 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, by: pl.Data
     )
 
 
-def _limit(one: _Operations, by: pl.DataFrame) -> Text:
-    """Say how much of it could be hidden."""
+def _limit(one: _Operations, behind: str) -> Text:
+    """Say how much of it could be hidden; some is `behind` phases of this label."""
     computed_each = duration(float(one.computed_ns.mean()))
     if one.hidden_ns is None:
         return text(
@@ -328,10 +328,9 @@ def _limit(one: _Operations, by: pl.DataFrame) -> Text:
             "fewer bytes.",
             computed=computed_each,
         )
-    behind = by.filter(pl.col("group").is_in(one.groups), pl.col("hidden_by") != "")["hidden_by"].to_list()
     hidden = text("{hidden} per step is hidden", hidden=duration(one.hidden_ns))
     if behind:
-        hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind[0])
+        hidden = text("{hidden} per step is hidden behind {label}", hidden=duration(one.hidden_ns), label=behind)
     return text(
         "{hidden}; {computed} per step are computed with nothing in flight, so no more than that can be hidden: the "
         "rest takes faster links, or fewer bytes.",

@@ -38,7 +38,7 @@ __all__ = ["summarize", "whole_run", "with_whole_run"]
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
-_IN_BLOCK = 8  # stretches, at most
+_IN_BLOCK = 24  # stretches, at most
 _CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 
 

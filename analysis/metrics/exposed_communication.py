@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import polars as pl
@@ -14,7 +14,16 @@ from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.rank_keys import RankKeys
 
-__all__ = ["by_group", "held_up", "is_awaited", "is_bounded", "kind_of_group", "spent", "with_exposed"]
+__all__ = [
+    "by_group",
+    "held_up",
+    "hidden_behind",
+    "is_awaited",
+    "is_bounded",
+    "kind_of_group",
+    "spent",
+    "with_exposed",
+]
 
 _LISTED = 20
 # Of each operation, what is asked of those that have a wait: copying all of their columns would take twice as much.
@@ -146,38 +155,15 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     `wait_ns` (for late peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
-    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
-    if is_awaited(collectives):
-        began = pl.col("awaited_ns")
-    started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at")
-    length = pl.col("end_ns") - pl.col("start_ns")
-    rows = (
-        in_order(phases, "rank", "start_ns")
-        .filter(pl.col("part").is_in([*_SHOWN_AS]))
-        .select(
-            "rank",
-            "start_ns",
-            "part",
-            "label",
-            ns=length,
-            column=pl.col("part").replace_strict(_SHOWN_AS, return_dtype=pl.String),
-        )
-        .join_asof(
-            in_order(started, "rank", "at"),
-            left_on="start_ns",
-            right_on="at",
-            by="rank",
-            check_sortedness=False,
-        )
-        .drop_nulls("group_id")
-    )
+    rows = _in_groups(collectives, phases, [*_SHOWN_AS])
     named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))
     key = ["group_id", "group", "group_size"]
     steps = phases.select(pl.col("step").n_unique()).item()
     per_rank = 1 / (steps * pl.col("rank").n_unique())
+    parts = {column: [p for p, shown in _SHOWN_AS.items() if shown == column] for column in _SHOWN_AS.values()}
     sums = [
-        (pl.col("ns").filter(pl.col("column") == column).sum() * per_rank).round().cast(pl.Int64).alias(column)
-        for column in dict.fromkeys(_SHOWN_AS.values())
+        (pl.col("ns").filter(pl.col("part").is_in(of)).sum() * per_rank).round().cast(pl.Int64).alias(column)
+        for column, of in parts.items()
     ]
     most = pl.col("op").sort_by("ns").last()
     hidden = rows.filter(pl.col("part") == "overlapped").group_by("group_id", "label").agg(pl.col("ns").sum())
@@ -194,6 +180,40 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
         .sort(total, "group", descending=[True, False])
         .head(_LISTED)
         .drop("group_id", "about")
+    )
+
+
+def hidden_behind(collectives: pl.DataFrame, phases: pl.DataFrame, groups: Sequence[str]) -> str:
+    """Return the label of the phases that hide most of these groups' communication; empty where nothing does."""
+    behind = _hidden(collectives, phases).filter(pl.col("group").is_in(groups))
+    labels = behind.group_by("label").agg(pl.col("ns").sum()).sort("ns", "label")["label"]
+    return str(labels[-1]) if len(labels) else ""
+
+
+@once
+def _hidden(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
+    rows = _in_groups(collectives, phases, ["overlapped"])
+    return rows.group_by(pl.col("group").fill_null(""), "label").agg(pl.col("ns").sum())
+
+
+def _in_groups(collectives: pl.DataFrame, phases: pl.DataFrame, parts: Sequence[str]) -> pl.DataFrame:
+    """Return the phases in these parts (part, label, rank, ns), and the group and operation that each is for."""
+    began = pl.coalesce(pl.col("^device_start_ns$"), "start_ns")
+    if is_awaited(collectives):
+        began = pl.col("awaited_ns")
+    started = collectives.select("rank", "group_id", "group", "group_size", "op", at=began).drop_nulls("at")
+    return (
+        in_order(phases, "rank", "start_ns")
+        .filter(pl.col("part").is_in(parts))
+        .select("rank", "start_ns", "part", "label", ns=pl.col("end_ns") - pl.col("start_ns"))
+        .join_asof(
+            in_order(started, "rank", "at"),
+            left_on="start_ns",
+            right_on="at",
+            by="rank",
+            check_sortedness=False,
+        )
+        .drop_nulls("group_id")
     )
 
 

@@ -15,24 +15,29 @@ from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
 from rankscope.analysis.readers import workers
-from rankscope.analysis.readers.native import unpacked_rows
+from rankscope.analysis.readers.native import arrow_files, unpacked_rows
 from rankscope.analysis.report import json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import Text
+from rankscope.collectors.agent import arrow_writer
 from record import write
 from simulate import Job, healthy_resources, run
 
 STEPS, SLOW = 120, 2
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def slow():
     """120 steps on 4 ranks, of which rank 2 computes 8 % longer in all."""
     job = Job(parallel="ddp", ranks=4, steps=STEPS, seed=3, compute_ns=90e6)
     can = healthy_resources(job)
     can.slowness[:, SLOW] *= 1.08
-    return write(run(job, can), tmp_path_factory.mktemp("whole") / "run")
+    return run(job, can)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    return write(slow(), tmp_path_factory.mktemp("whole") / "run")
 
 
 @pytest.fixture
@@ -93,8 +98,33 @@ def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_
     assert all(one.analyzed for one in alone)
     assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
     assert list(tmp_path.iterdir()) == []  # what was unpacked is gone
-    monkeypatch.setattr(unpacked_rows._File, "close", no_room)
+    monkeypatch.setattr(unpacked_rows, "_PIECES", 1)  # else so few rows stay in memory
     assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
+    monkeypatch.setattr(unpacked_rows._File, "_write", no_room)
+    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
+
+
+def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch):
+    """Of ranks with several files, each of several batches, at whose edges no stretch begins."""
+    monkeypatch.setattr(arrow_writer, "SEAL_ROWS", 100)
+    monkeypatch.setattr(arrow_writer, "_BATCH_ROWS", 18)
+    run = write(slow(), tmp_path / "run")
+    assert len(list(run.glob("regions/rank=*1/*"))) > 3
+    asked, options, read = [(0, 29), (30, 59), (60, 89)], ReportOptions(), []
+    alone = [one for stretch in asked for one in summarize((str(recorded),), "", [stretch], options, "")]
+
+    def read_on(path, **asked):
+        rows, problem, following = arrow_files.read_on(path, **asked)
+        end = 6 if following == arrow_files.NO_MORE else following.number  # a file has no more than 100 rows
+        read.extend((path, number) for number in range(asked["since"], end))
+        return rows, problem, following
+
+    monkeypatch.setattr(unpacked_rows, "read_on", read_on)
+    for pieces in (1, 64):
+        monkeypatch.setattr(unpacked_rows, "_PIECES", pieces)
+        assert summarize((str(run),), "", asked, options, str(tmp_path)) == alone
+        assert len(set(read)) == len(read)
+        read.clear()
 
 
 def test_a_run_that_was_opened_before_is_not_opened_again(recorded, tmp_path, monkeypatch):

@@ -19,7 +19,19 @@ from rankscope.analysis.readers.bounds import check_bytes
 from rankscope.analysis.text.message import text
 from rankscope.collectors.checksum import is_intact
 
-__all__ = ["AT_THE_END", "Within", "at_once", "between", "count_rows", "order_of", "read_rows", "time_in_the_middle"]
+__all__ = [
+    "AT_THE_END",
+    "NO_MORE",
+    "Batch",
+    "Within",
+    "at_once",
+    "between",
+    "count_rows",
+    "order_of",
+    "read_on",
+    "read_rows",
+    "time_in_the_middle",
+]
 
 _MAGIC = b"ARROW1"
 _HEADER = 8  # the magic, padded
@@ -30,7 +42,7 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 _Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 _Version = tuple[Path, int, int]  # of a file, with its size and when it was written
-_INTACT: dict[_Version, list[int]] = {}  # whose checksum and lengths were found right; when its batches begin, if known
+_INTACT: dict[_Version, dict[int, int]] = {}  # whose checksum and lengths were found right; when which batch begins
 _DAMAGED = (pa.ArrowException, OSError, IndexError, KeyError, ValueError)  # as pyarrow says it
 
 
@@ -40,6 +52,16 @@ class Within(NamedTuple):
     order: str
     begin_ns: int
     end_ns: int
+
+
+class Batch(NamedTuple):
+    """The next batch of a file, and when it begins."""
+
+    number: int
+    begin_ns: int
+
+
+NO_MORE = Batch(0, AT_THE_END)
 
 
 def read_rows(
@@ -52,22 +74,36 @@ def read_rows(
 
     The part that is being written has no footer: it is read as a stream. So is a file that was cut.
     """
+    rows, problem, _ = read_on(path, closed=closed, columns=columns, within=within)
+    return (_only(rows, within) if rows is not None and within else rows), problem
+
+
+def read_on(
+    path: Path, *, closed: bool, columns: Sequence[str] | None = None, within: Within | None = None, since: int = 0
+) -> tuple[pa.Table | None, str | None, Batch]:
+    """Return as `read_rows` does all rows of the batches that may have some `within` a time, from number `since` on.
+
+    And the batch to read on with, for later times. What is read as a stream is one batch.
+    """
     try:
         which, data = _version(path), path.read_bytes()
-        if which in _INTACT:
-            return _read_file(which, pa.BufferReader(data), columns, within), None
+        begins = _INTACT.get(which)
+        if begins is not None:
+            rows, following = _read_file(pa.BufferReader(data), begins, columns, within, since)
+            return rows, None, following
     except _DAMAGED as error:
-        return None, text("could not be read ({error})", error=getattr(error, "strerror", None) or error)
+        return None, text("could not be read ({error})", error=getattr(error, "strerror", None) or error), NO_MORE
     if not is_intact(data):
-        return None, text("was damaged after it was written: its checksum is wrong")
+        return None, text("was damaged after it was written: its checksum is wrong"), NO_MORE
     check_bytes(path, decoded_bytes(data[_HEADER:]), len(data))
     if data.startswith(_MAGIC) and data.endswith(_MAGIC) and len(data) > 2 * _HEADER:
         try:
-            rows = _read_file(which, pa.BufferReader(data), columns, within)
-            _INTACT.setdefault(which, [])
-            return rows, None
+            begins = {}
+            rows, following = _read_file(pa.BufferReader(data), begins, columns, within, since)
+            _INTACT[which] = begins
+            return rows, None, following
         except _DAMAGED:
-            _INTACT.pop(which, None)  # what is good of it may still be read as a stream
+            pass  # what is good of it may still be read as a stream
     batches: list[pa.RecordBatch] = []
     problem = text("has no footer although the run was closed: its last rows may be missing") if closed else None
     try:
@@ -78,8 +114,7 @@ def read_rows(
         pass
     except _DAMAGED:
         problem = text("was cut off: its last rows are lost")
-    table = pa.Table.from_batches(batches) if batches else None
-    return _only(table, within) if table is not None and within else table, problem
+    return (pa.Table.from_batches(batches) if batches else None), problem, NO_MORE
 
 
 def _version(path: Path) -> _Version:
@@ -94,26 +129,34 @@ def _checked(rows: _Rows) -> _Rows:
 
 
 def _read_file(
-    which: _Version, source: pa.NativeFile, columns: Sequence[str] | None, within: Within | None
-) -> pa.Table:
+    source: pa.NativeFile,
+    begins: dict[int, int],
+    columns: Sequence[str] | None,
+    within: Within | None,
+    since: int,
+) -> tuple[pa.Table, Batch]:
+    """Read on as `read_on` does; `begins` is when which batch begins, as far as known, and is added to."""
     file = _opened(source)
+    schema, count = file.schema, file.num_record_batches
     if columns is not None:
-        file = _of_columns(source, file.schema, columns)
-    if within is None or within.order not in file.schema.names:
-        return _checked(file.read_all())
-    numbers = range(file.num_record_batches)
-    if len(numbers) > 1:
-        starts = _INTACT.get(which) or _starts(source, file.schema, within.order)
-        _INTACT[which] = starts
+        file = _of_columns(source, schema, columns)
+    if within is None or within.order not in schema.names:
+        return _checked(file.read_all()), NO_MORE
+    first, after = since, count
+    if count > 1:
+        of_order = _of_columns(source, schema, [within.order])
+
+        def begin_ns(number: int) -> int:
+            if number not in begins:
+                begins[number] = of_order.get_batch(number)[within.order][0].as_py()
+            return begins[number]
+
+        numbers = range(since, count)
         # The last rows of the batch before may be as late.
-        numbers = numbers[max(bisect_left(starts, within.begin_ns) - 1, 0) : bisect_right(starts, within.end_ns)]
-    batches = [file.get_batch(number) for number in numbers]
-    return _only(_checked(pa.Table.from_batches(batches, file.schema)), within)
-
-
-def _starts(source: pa.NativeFile, schema: pa.Schema, order: str) -> list[int]:
-    file = _of_columns(source, schema, [order])
-    return [int(file.get_batch(number)[order][0].as_py()) for number in range(file.num_record_batches)]
+        first = max(since + bisect_left(numbers, within.begin_ns, key=begin_ns) - 1, since)
+        after = since + bisect_right(numbers, within.end_ns, key=begin_ns)
+    rows = pa.Table.from_batches([file.get_batch(number) for number in range(first, after)], file.schema)
+    return _checked(rows), NO_MORE if after == count else Batch(after, begin_ns(after))
 
 
 def _of_columns(source: pa.NativeFile, schema: pa.Schema, columns: Sequence[str]) -> pa.RecordBatchFileReader:

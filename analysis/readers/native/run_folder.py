@@ -25,7 +25,7 @@ from rankscope.analysis.readers.native.gaps import (
 )
 from rankscope.analysis.readers.native.resolve import with_codes, with_late_ends, with_names, with_node, with_peers
 from rankscope.analysis.readers.native.stored_rows import StoredRows, Whole
-from rankscope.analysis.readers.native.unpacked_rows import LARGE, UnpackedRows
+from rankscope.analysis.readers.native.unpacked_rows import UnpackedRows
 from rankscope.analysis.readers.native.worlds import of_world_only, one_that_trains, with_ranks_of, worlds_in
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
@@ -38,7 +38,7 @@ __all__ = ["NativeReader"]
 
 _ENDS_LATER = "completions"
 _READ_BY_OTHERS = ("ranks", "strings", "gaps", _ENDS_LATER)  # by what makes the other tables
-_NOT_KEPT = ("kernels", "launches", *LARGE)  # readers keep what they need of them
+_NOT_KEPT = ("kernels", "launches", "collectives", "regions")  # readers keep what they need of them
 
 
 class NativeReader:
@@ -95,11 +95,9 @@ class NativeReader:
 
     def unpack_once(self, parts: Sequence[NativeReader], folder: str) -> None:
         """Let these stretches of this run share what is unpacked; it lies in a temporary folder in this one."""
-        stretches = [reader._stored for reader in parts]
-        wanted = {table: [stored.by_owner(table) for stored in stretches] for table in LARGE}
-        unpacked = UnpackedRows(folder, self._stored.within, wanted)
-        for number, stored in enumerate(stretches):
-            stored.unpacked = partial(unpacked.of, number)
+        unpacked = UnpackedRows(self._stored, [part.stretch for part in parts if part.stretch], folder)
+        for number, reader in enumerate(parts):
+            reader._stored.unpacked = partial(unpacked.of, number)
 
     @property
     def folder(self) -> NativeReader:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +13,9 @@ import pyarrow as pa
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import POLARS
 from rankscope.analysis.readers.bounds import check_groups, check_ranks
-from rankscope.analysis.readers.native.arrow_files import AT_THE_END, Within, at_once, read_rows, time_in_the_middle
+from rankscope.analysis.readers.native.arrow_files import at_once, between, read_rows
 from rankscope.analysis.readers.native.files import Part
-from rankscope.analysis.readers.native.unpacked_rows import LARGE
+from rankscope.analysis.readers.native.unpacked_rows import OwnersRows, Read, Rows
 from rankscope.analysis.readers.native.worlds import World, is_of, on_nodes
 from rankscope.analysis.text.message import joined, text
 from rankscope.collectors.schema import TABLES
@@ -24,7 +23,7 @@ from rankscope.collectors.schema import TABLES
 if TYPE_CHECKING:
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["Owner", "Read", "StoredRows", "Whole"]
+__all__ = ["StoredRows", "Whole"]
 
 _WHOLE = ("ranks", "groups", "gaps", "windows", "ras", "exits")  # also where only some steps of a run are read
 _BESIDE_NS = {"clocks": 300_000_000_000, "completions": 60_000_000_000}  # what is read before and after a stretch
@@ -33,8 +32,6 @@ _OWNERS = 256  # whose rows are unpacked before what is not wanted of them is gi
 # What a file's folder and name add to its rows; `node` of a rank's rows comes from `ranks`.
 _WRITTEN_BY = {"rank": ("rank", "attempt"), "node": ("node",), "rank or node": ("rank", "node", "attempt")}
 Whole = dict[str, tuple[pl.DataFrame, list[Gap]]]  # by table, with what was wrong with its files
-Owner = tuple[list[Part], int, int]  # a rank's or node's parts of a table, and from when to when their rows are wanted
-Read = tuple[Part, pa.Table | None, str | None]  # its rows, and what is wrong with it
 
 
 class StoredRows:
@@ -58,7 +55,7 @@ class StoredRows:
         self.stretch: Stretch | None = None  # what is read of the run; None: all
         self.imports = [launch for launch in run.values() if "source" in launch]  # what the source's reader knew
         self.all_closed = bool(run) and all(launch.get("state") == "closed" for launch in run.values())
-        self.unpacked: Callable[[str], list[Read]] | None = None  # of `LARGE`, where other stretches share them
+        self.unpacked: Callable[[str], list[Read] | None] | None = None  # where stretches share what is unpacked
         self._whole = whole
         self._kept: dict[str, pl.DataFrame] = {}
 
@@ -86,7 +83,7 @@ class StoredRows:
         return frame
 
     def _made(self, name: str) -> pl.DataFrame:
-        frame = self._together(name, self._read(self._of(name)))
+        frame = self._together(name, self._read(name))
         if name == "groups":
             frame = frame.with_columns(_each_once(frame["members"]))
             check_groups(f"{self.where}/groups", frame["members"].unique())
@@ -107,9 +104,9 @@ class StoredRows:
 
     def ends_of_files(self, name: str) -> pl.DataFrame:
         """Of a table in the whole run a few rows from both ends of each file."""
-        read = self._read(self._of(name))
-        ends = [(part, pa.concat_tables([t[:_SPARSE], t[max(len(t) - _SPARSE, _SPARSE) :]])) for part, t in read]
-        return self._together(name, ends)
+        read = self._whole_files(name)
+        ends = [pa.concat_tables([r[:_SPARSE], r[max(len(r) - _SPARSE, _SPARSE) :]]) for _, _, r in read]
+        return self._together(name, [Rows(one.parts, [len(end)], end) for one, end in zip(read, ends, strict=True)])
 
     def started_ns(self, which: pl.Expr) -> int | None:
         """Return when the first of these rows of `ranks` began, on its node's clock."""
@@ -132,99 +129,91 @@ class StoredRows:
         self.gaps += [Gap(table="ranks", rank=row["rank"], node=row["node"], count=None, why=why) for row in rows]
         return pl.concat([ranks, pl.DataFrame(rows)], how="diagonal_relaxed") if rows else ranks
 
-    def _together(self, name: str, read: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
+    def _together(self, name: str, read: list[Rows]) -> pl.DataFrame:
         """Return the rows of these parts, and whose they are."""
-        alike = itertools.groupby(read, key=lambda one: one[1].schema)
-        frames = [self._whole_rows(name, list(of_schema)) for _, of_schema in alike]
+        frames = [self._whole_rows(name, one) for one in _joined(read)]
         schema: dict[str, Any] = dict.fromkeys(_WRITTEN_BY[TABLES[name].partition], pl.Int32)
         schema |= {c.name: POLARS[c.type] for c in TABLES[name].columns}
         return pl.concat(frames, rechunk=True) if frames else pl.DataFrame(schema=schema)
 
-    def _read(self, parts: list[Part]) -> list[tuple[Part, pa.Table]]:
+    def _read(self, name: str) -> list[Rows]:
         """Return the rows of a table's parts, of a stretch of the run those that it needs.
 
         What is not good is noted.
         """
-        if self.stretch and parts and _is_cut(parts[0].table):
-            if self.unpacked and parts[0].table in LARGE:
-                found = self.unpacked(parts[0].table)
-            else:
-                owners = self.by_owner(parts[0].table)
-                some = (owners[first : first + _OWNERS] for first in range(0, len(owners), _OWNERS))
-                found = [read for of_some in some for read in _alone(itertools.chain(*at_once(self.within, of_some)))]
-        else:
-            found = at_once(lambda part: (part, *read_rows(part.path, closed=self._is_closed(part))), parts)
-        return [(part, rows) for part, table, problem in found if (rows := self._good_rows(part, table, problem))]
+        if not self.stretch or not _is_cut(name):
+            return self._whole_files(name)
+        shared = self.unpacked(name) if self.unpacked else None
+        if shared is not None:
+            return self._good(shared)
+        owners = self.owners(name)
+        wanted, found = list(zip(owners, self.spans(name, owners, self.stretch), strict=True)), []
+        for first in range(0, len(wanted), _OWNERS):
+            some = self._good(itertools.chain(*at_once(self._within, wanted[first : first + _OWNERS])))
+            # Without the rows that were unpacked with them: a slice holds all that it was cut from.
+            found += [one._replace(table=one.table.combine_chunks()) for one in _joined(some)]
+        return found
 
-    def by_owner(self, name: str) -> list[Owner]:
-        """Return each owner's parts of a table, as they were written, and from when to when their rows are wanted."""
-        assert self.stretch
+    def _whole_files(self, name: str) -> list[Rows]:
+        def read(part: Part) -> Read:
+            return Read.of(part, *read_rows(part.path, closed=self.is_closed(part)))
+
+        return self._good(at_once(read, self._of(name)))
+
+    def owners(self, name: str) -> list[list[Part]]:
+        """Return each rank's or node's parts of a table, as they were written."""
+        alike = itertools.groupby(self._of(name), key=lambda part: (part.rank, part.node))
+        return [sorted(of_owner, key=lambda part: part.number) for _, of_owner in alike]
+
+    def spans(self, name: str, owners: Sequence[Sequence[Part]], stretch: Stretch) -> list[tuple[int, int]]:
+        """Return from when to when a stretch needs these owners' rows of a table."""
         node_of = dict(self.read("ranks").select("rank", "node").iter_rows())
         beside_ns = _BESIDE_NS.get(name, 0)
         found = []
-        for (rank, node), of_owner in itertools.groupby(self._of(name), key=lambda part: (part.rank, part.node)):
-            begin, end = self.stretch.span_on(node_of.get(rank) if node is None else node)
-            in_order = sorted(of_owner, key=lambda part: part.number)
-            found.append((in_order, begin - beside_ns, end + beside_ns))
+        for part, *_ in owners:
+            begin, end = stretch.span_on(node_of.get(part.rank) if part.node is None else part.node)
+            found.append((begin - beside_ns, end + beside_ns))
         return found
 
-    def within(self, owner: Owner) -> list[Read]:
-        """Return the rows of one owner's parts between two times, both included, and what is wrong with the parts."""
-        parts, begin_ns, end_ns = owner
+    def _within(self, wanted: tuple[Sequence[Part], tuple[int, int]]) -> list[Read]:
+        """Return the rows of one owner between two times, and what is wrong with the parts."""
+        parts, span = wanted
         order = TABLES[parts[0].table].order
+        read = OwnersRows(parts, span, self.is_closed).until(*span)
+        return [
+            Read.of(one.parts[0], None if one.rows is None else between(one.rows, order, [span])[0], one.problem)
+            for one in read
+        ]
 
-        def middle_ns(number: int) -> int:
-            at_ns = time_in_the_middle(parts[number].path, order)
-            if at_ns == AT_THE_END and number < len(parts) - 1:  # it cannot be read
-                return middle_ns(number - 1) if number else -AT_THE_END
-            return at_ns
-
-        # Of parts that follow each other these and one on either side, since their times overlap a little.
-        numbers = range(len(parts))
-        if len(parts) > 1:
-            first, last = bisect_left(numbers, begin_ns, key=middle_ns), bisect_right(numbers, end_ns, key=middle_ns)
-            numbers = numbers[max(first - 1, 0) : last + 1]
+    def _good(self, read: Iterable[Read]) -> list[Rows]:
+        """Return those that have good rows; what is wrong with the others, and with their parts, is noted."""
         found = []
-        for part in (parts[number] for number in numbers):
-            rows, problem = read_rows(part.path, closed=self._is_closed(part), within=Within(order, begin_ns, end_ns))
-            found.append((part, rows, problem))
+        for parts, counts, rows, problem in read:
+            if problem:
+                said = text("{name} {problem}", name=parts[0].path.name, problem=problem)
+                self._note(parts[0], None, joined("", (said, self._good_until(parts[0], rows))))
+            if rows is not None and rows.num_rows and self._is_whole(parts, counts, rows):
+                found.append(Rows(parts, counts, rows))
         return found
 
-    def _good_rows(self, part: Part, table: pa.Table | None, problem: str | None) -> pa.Table | None:
-        """Return the part's rows, if it has any; what was wrong with it is noted."""
-        if problem:
-            self._note(
-                part,
-                None,
-                joined(
-                    "", (text("{name} {problem}", name=part.path.name, problem=problem), self._good_until(part, table))
-                ),
-            )
-        if table is None or not table.num_rows:
-            return None
-        there = set(table.column_names)
-        missing = [c.name for c in TABLES[part.table].columns if c.name not in there and not c.nullable]
-        if missing:
-            self._note(
-                part,
-                table.num_rows,
-                text("{name} has no column {column}: it was not read", name=part.path.name, column=missing[0]),
-            )
-            return None
-        return table.replace_schema_metadata()
+    def _is_whole(self, parts: Sequence[Part], counts: Sequence[int], rows: pa.Table) -> bool:
+        """Say whether no column is missing that must be there; else that is noted."""
+        there = set(rows.column_names)
+        missing = [c.name for c in TABLES[parts[0].table].columns if c.name not in there and not c.nullable]
+        for part, count in zip(parts, counts, strict=True) if missing else ():
+            why = text("{name} has no column {column}: it was not read", name=part.path.name, column=missing[0])
+            self._note(part, count, why)
+        return not missing
 
-    def _whole_rows(self, name: str, parts: list[tuple[Part, pa.Table]]) -> pl.DataFrame:
-        """Return the rows of these parts, all with the same columns, and whose they are.
-
-        Together, since there may be many.
-        """
+    def _whole_rows(self, name: str, read: Rows) -> pl.DataFrame:
+        """Return these rows, and whose they are."""
         columns = TABLES[name].columns
-        of_part = np.repeat(np.arange(len(parts)), [table.num_rows for _, table in parts])
+        of_part = np.repeat(np.arange(len(read.parts)), read.counts)
         owners = (
-            pl.Series(by, [getattr(part, by) for part, _ in parts], pl.Int32).gather(of_part)
+            pl.Series(by, [getattr(part, by) for part in read.parts], pl.Int32).gather(of_part)
             for by in _WRITTEN_BY[TABLES[name].partition]
         )
-        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables([table for _, table in parts]).combine_chunks()))
+        frame = pl.DataFrame(pl.from_arrow(read.table.combine_chunks()))
         frame = frame.with_columns(pl.lit(None).alias(c.name) for c in columns if c.name not in frame.columns)
         frame = frame.select(*owners, *(pl.col(c.name).cast(POLARS[c.type]) for c in columns))
         needed = [] if self.imports else [c.name for c in columns if not c.nullable]
@@ -233,7 +222,7 @@ class StoredRows:
         lacking = frame.select(pl.any_horizontal(pl.col(needed).is_null())).to_series()
         for number, lost in enumerate(np.bincount(of_part[lacking.to_numpy()]).tolist()):
             if lost:
-                part = parts[number][0]
+                part = read.parts[number]
                 why = text(
                     "{name}: {lost} rows lack a value that must be there; they were left out",
                     name=part.path.name,
@@ -253,7 +242,7 @@ class StoredRows:
             return ""
         return text("; it is good until {last:.1f} s after the start", last=(last - start) / 1e9)
 
-    def _is_closed(self, part: Part) -> bool:
+    def is_closed(self, part: Part) -> bool:
         """Say whether every agent that could still be writing this file has ended its run properly."""
         return self.all_closed if part.node is None else self.run.get(part.node, {}).get("state") == "closed"
 
@@ -263,15 +252,13 @@ class StoredRows:
             self.gaps.append(gap)
 
 
-def _alone(read: Iterable[Read]) -> list[Read]:
-    """Return the same rows without those that were unpacked with them: a slice holds all that it was cut from."""
-    read = [(part, None if rows is None else rows.replace_schema_metadata(), problem) for part, rows, problem in read]
-    tables = [rows for _, rows, _ in read if rows is not None]
-    if not tables or any(rows.schema != tables[0].schema for rows in tables):
-        return read
-    whole, ends = pa.concat_tables(tables).combine_chunks(), itertools.accumulate(map(len, tables))
-    pieces = (whole[end - len(rows) : end] for rows, end in zip(tables, ends, strict=True))
-    return [(part, None if rows is None else next(pieces), problem) for part, rows, problem in read]
+def _joined(read: Iterable[Rows]) -> Iterator[Rows]:
+    """Join what follows each other and has the same columns."""
+    for _, alike in itertools.groupby(read, key=lambda one: one.table.schema):
+        some = list(alike)
+        parts = [part for one in some for part in one.parts]
+        counts = [count for one in some for count in one.counts]
+        yield Rows(parts, counts, pa.concat_tables([one.table.replace_schema_metadata() for one in some]))
 
 
 def _each_once(texts: pl.Series) -> pl.Series:
