@@ -32,7 +32,9 @@ __all__ = ["FEWEST", "Stretch", "stretch_of"]
 FEWEST = 20  # steps that are worth a report
 _EVER = 1 << 62  # later than all there is
 _BESIDE = 2  # steps that are read before the first and after the last
-_SLACK_NS, _SLACK_UNKNOWN_NS = 1_000_000_000, 10_000_000_000  # of a node's clock; of an unrelated one
+# How far off a node's clock may be, by a few of its pings: beside its error what its drift changed meanwhile, as with
+# the temperature. Of an unrelated clock so much.
+_SLACK_NS, _SLACK_PPM, _SLACK_UNKNOWN_NS = 100_000_000, 10, 10_000_000_000
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
 _SPANS = 60  # of which a history has the length of a step
 
@@ -187,7 +189,7 @@ def _kept_since(reader: NativeReader, node: int | None) -> int | None:
     clocks = _clocks(reader)
     own = _of(clocks, node)
     since = [(clocks[other], since_ns) for other, since_ns in reader.kept_since.items()]
-    return max(_shown(own, _common(clock, since_ns)) + _slack_ns(clock) for clock, since_ns in since)
+    return max(_shown(own, _common(clock, since_ns)) + _slack_ns(reader, clock) for clock, since_ns in since)
 
 
 def _last_part(reader: NativeReader, rank: int, share: float, counted: pl.DataFrame) -> Stretch | None:
@@ -245,7 +247,7 @@ def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int 
     own = _of(clocks, node)
 
     def on(clock: Clock) -> tuple[int, int]:
-        slack_ns = _slack_ns(clock)
+        slack_ns = _slack_ns(reader, clock)
         begin_ns = _shown(clock, _common(own, since_ns)) - slack_ns
         return begin_ns, _EVER if until_ns is None else _shown(clock, _common(own, until_ns)) + slack_ns
 
@@ -255,7 +257,10 @@ def _spans(reader: NativeReader, node: int | None, since_ns: int, until_ns: int 
 def _clocks(reader: NativeReader) -> dict[int, Clock]:
     if "clocks" not in reader.counted:
         nodes = {*reader.run, *reader.read("ranks")["node"].drop_nulls()}
-        reader.counted["clocks"] = {clock.node: clock for clock in fit_clocks(reader.sparse_clocks(), nodes)}
+        pings = reader.sparse_clocks()
+        at, by_node = pl.col("t1_ns"), pings.group_by("node")
+        reader.counted["pinged_ns"] = by_node.agg(ns=at.max() - at.min())["ns"].to_numpy().max(initial=0)
+        reader.counted["clocks"] = {clock.node: clock for clock in fit_clocks(pings, nodes)}
     found: dict[int, Clock] = reader.counted["clocks"]
     return found
 
@@ -265,8 +270,10 @@ def _of(clocks: Mapping[int, Clock], node: int | None) -> Clock:
     return clocks[min(clocks) if node is None else node]
 
 
-def _slack_ns(clock: Clock) -> int:
-    return _SLACK_UNKNOWN_NS if clock.error_ns is None else _SLACK_NS
+def _slack_ns(reader: NativeReader, clock: Clock) -> int:
+    if clock.error_ns is None:
+        return _SLACK_UNKNOWN_NS
+    return int(_SLACK_NS + clock.error_ns + _SLACK_PPM * 1e-6 * reader.counted["pinged_ns"])
 
 
 def _common(clock: Clock, own_ns: int) -> int:
