@@ -123,11 +123,10 @@ def step_grid(breakdown: pl.DataFrame) -> StepGrid:
 def own_by_label(phases: pl.DataFrame, grid: StepGrid) -> dict[str, Floats]:
     """Own time by label of the phases, arrays of (rank, step) in ns; together they are the grid's own time."""
     own, labels, label = _labelled(phases)
-    rank, step = _known_places(own["rank"], grid.ranks), _known_places(own["step"], grid.steps)
-    shape = (len(labels), len(grid.ranks), len(grid.steps))
-    cell = np.where((rank >= 0) & (step >= 0), (label * shape[1] + rank) * shape[2] + step, math.prod(shape))
-    values = np.bincount(cell, own["ns"].to_numpy(), math.prod(shape) + 1)[:-1].reshape(shape)
-    return dict(zip(labels.to_list(), values, strict=True))
+    cell, known = _cells(own, grid.ranks, grid.steps)
+    per_label = len(grid.ranks) * len(grid.steps)
+    values = _summed(label * per_label + cell, own["ns"], known, len(labels) * per_label)
+    return dict(zip(labels.to_list(), values.reshape(len(labels), len(grid.ranks), len(grid.steps)), strict=True))
 
 
 @once
@@ -149,19 +148,41 @@ def by_rank_and_step(rows: pl.DataFrame, column: str, ranks: Sequence[int], step
 
     Other ranks and steps are left out.
     """
-    rank, step = _known_places(rows["rank"], ranks), _known_places(rows["step"], steps)
-    known = (rank >= 0) & (step >= 0)
-    cell = rank[known] * len(steps) + step[known]
-    values = rows[column].filter(pl.Series(known)).to_numpy()
-    return np.bincount(cell, values, len(ranks) * len(steps)).reshape(len(ranks), len(steps)).astype(np.float64)
+    cell, known = _cells(rows, ranks, steps)
+    return _summed(cell, rows[column], known, len(ranks) * len(steps)).reshape(len(ranks), len(steps))
+
+
+def _cells(rows: pl.DataFrame, ranks: Sequence[int], steps: Sequence[int]) -> tuple[Ints, NDArray[np.bool_] | None]:
+    """Return the place of each row (rank, step) in an array of these, and which have one; None: all of them."""
+    cell, rank = _known_places(rows["step"], steps), _known_places(rows["rank"], ranks)
+    known = None
+    if min(cell.min(initial=0), rank.min(initial=0)) < 0:
+        known = (cell >= 0) & (rank >= 0)
+    rank *= len(steps)
+    cell += rank
+    return cell, known
+
+
+def _summed(cell: Ints, values: pl.Series, known: NDArray[np.bool_] | None, size: int) -> Floats:
+    """Return the sums of the values by cell."""
+    if known is not None:
+        cell, values = cell[known], values.filter(pl.Series(known))
+    return np.bincount(cell, values.to_numpy(), size).astype(np.float64, copy=False)
 
 
 def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
     """Return the position of each value among these sorted ones; -1 if it is none of them, or null."""
-    numbers = values.fill_null(-1).to_numpy()
+    numbers = (values.fill_null(-1) if values.null_count() else values).to_numpy()
     if not among:
         return np.full(len(numbers), -1)
-    ordered, first, last = np.asarray(among), among[0], among[-1]
+    first, last = among[0], among[-1]
+    if last - first + 1 == len(among):  # without a gap
+        place = numbers.astype(np.int64)
+        place -= first
+        if place.min(initial=0) < 0 or place.max(initial=0) >= len(among):
+            place[(place < 0) | (place >= len(among))] = -1
+        return place
+    ordered = np.asarray(among)
     if last - first > len(numbers) + len(ordered):
         at = np.minimum(np.searchsorted(ordered, numbers), len(ordered) - 1)
         return np.where(ordered[at] == numbers, at, -1)

@@ -144,10 +144,10 @@ def _read_file(
         return _checked(file.read_all()), NO_MORE
     first, after = since, count
     if count > 1:
-        of_order = _of_columns(source, schema, [within.order])
 
         def begin_ns(number: int) -> int:
             if number not in begins:
+                of_order = _of_columns(source, schema, [within.order])
                 begins[number] = of_order.get_batch(number)[within.order][0].as_py()
             return begins[number]
 
@@ -170,21 +170,25 @@ def _opened(source: pa.NativeFile, columns: list[int] | None = None) -> pa.Recor
 
 
 def _only(rows: pa.Table, within: Within) -> pa.Table:
-    return between(rows, within.order, [(within.begin_ns, within.end_ns)])[0]
+    return between(rows, within.order, [(within.begin_ns, within.end_ns)]).get(0, rows[:0])
 
 
-def between(rows: pa.Table, order: str, spans: Sequence[tuple[int, int]]) -> list[pa.Table]:
-    """Return the rows between each two times, both included, by this column; those of a sealed file are in order."""
+def between(rows: pa.Table, order: str, spans: Sequence[tuple[int, int]]) -> dict[int, pa.Table]:
+    """Return the rows between each two times, both included, by this column, by the number of those that have some.
+
+    The rows of a sealed file are in order.
+    """
     if order not in rows.column_names:
-        return [rows] * len(spans)
+        return dict.fromkeys(range(len(spans)), rows)
     at = rows[order]
     times = at.to_numpy()
     if not at.null_count and (times[1:] >= times[:-1]).all():
-        edges = np.searchsorted(times, [(begin, end + 1) for begin, end in spans]).tolist()
-        return [rows.slice(first, end - first) for first, end in edges]
+        edges = np.searchsorted(times, np.array(spans) + np.array([0, 1])).tolist()
+        return {number: rows[first:end] for number, (first, end) in enumerate(edges) if first < end}
     from pyarrow import compute as pc  # 0.1 s
 
-    return [rows.filter(pc.and_(pc.greater_equal(at, begin), pc.less_equal(at, end))) for begin, end in spans]
+    found = (rows.filter(pc.and_(pc.greater_equal(at, begin), pc.less_equal(at, end))) for begin, end in spans)
+    return {number: some for number, some in enumerate(found) if len(some)}
 
 
 def time_in_the_middle(path: Path, order: str) -> int:

@@ -168,22 +168,19 @@ class StoredRows:
     def spans(self, name: str, owners: Sequence[Sequence[Part]], stretch: Stretch) -> list[tuple[int, int]]:
         """Return from when to when a stretch needs these owners' rows of a table."""
         node_of = dict(self.read("ranks").select("rank", "node").iter_rows())
-        beside_ns = _BESIDE_NS.get(name, 0)
-        found = []
-        for part, *_ in owners:
-            begin, end = stretch.span_on(node_of.get(part.rank) if part.node is None else part.node)
-            found.append((begin - beside_ns, end + beside_ns))
-        return found
+        nodes = [node_of.get(part.rank) if part.node is None else part.node for part, *_ in owners]
+        beside_ns, on = _BESIDE_NS.get(name, 0), {node: stretch.span_on(node) for node in set(nodes)}
+        return [(on[node][0] - beside_ns, on[node][1] + beside_ns) for node in nodes]
 
     def _within(self, wanted: tuple[Sequence[Part], tuple[int, int]]) -> list[Read]:
         """Return the rows of one owner between two times, and what is wrong with the parts."""
         parts, span = wanted
         order = TABLES[parts[0].table].order
-        read = OwnersRows(parts, span, self.is_closed).until(*span)
-        return [
-            Read.of(one.parts[0], None if one.rows is None else between(one.rows, order, [span])[0], one.problem)
-            for one in read
-        ]
+        found = []
+        for read in OwnersRows(parts, span, self.is_closed).until(*span):
+            rows = None if read.rows is None else between(read.rows, order, [span]).get(0, read.rows[:0])
+            found.append(Read.of(read.parts[0], rows, read.problem))
+        return found
 
     def _good(self, read: Iterable[Read]) -> list[Rows]:
         """Return those that have good rows; what is wrong with the others, and with their parts, is noted."""

@@ -123,21 +123,25 @@ class UnpackedRows:
 
     def _unpacked(self, table: str) -> _Unpacked:
         owners = self._stored.owners(table)
-        spans = [self._stored.spans(table, owners, stretch) for stretch in self._stretches]
-        whole = [(first[0], last[1]) for first, last in zip(spans[0], spans[-1], strict=True)]
-        rows = [OwnersRows(*of, self._stored.is_closed) for of in zip(owners, whole, strict=True)]
-        return _Unpacked(TABLES[table].order, rows, spans, Path(self._folder.name, table))
+        spans = list(zip(*(self._stored.spans(table, owners, stretch) for stretch in self._stretches), strict=True))
+        rows = [
+            OwnersRows(parts, (of[0][0], of[-1][1]), self._stored.is_closed)
+            for parts, of in zip(owners, spans, strict=True)
+        ]
+        return _Unpacked(TABLES[table].order, rows, spans, len(self._stretches), Path(self._folder.name, table))
 
 
 class _Unpacked:
     """Those of a table."""
 
-    def __init__(self, order: str, owners: Sequence[OwnersRows], spans: Sequence[Sequence[_Span]], path: Path) -> None:
-        """`spans` has from when to when each stretch wants rows of which owner; files' paths begin as `path`."""
+    def __init__(
+        self, order: str, owners: Sequence[OwnersRows], spans: Sequence[Sequence[_Span]], count: int, path: Path
+    ) -> None:
+        """`spans` has for each owner from when to when each stretch wants its rows; files' paths begin as `path`."""
         self._order = order
         self._owners = owners
-        self._spans = list(zip(*spans, strict=True))  # by owner
-        self._files = [_File(path.with_name(f"{path.name}-{number}.arrow")) for number in range(len(spans))]
+        self._spans = spans
+        self._files = [_File(path.with_name(f"{path.name}-{number}.arrow")) for number in range(count)]
         self._ready = -1  # stretch
         self._adding = threading.Lock()
 
@@ -156,10 +160,13 @@ class _Unpacked:
     def _unpack(self, owner: int, stretch: int) -> None:
         spans = self._spans[owner][stretch:]
         for read in self._owners[owner].until(*spans[0]):
-            pieces = [None] * len(spans) if read.rows is None else between(read.rows, self._order, spans)
+            rows = {} if read.rows is None else between(read.rows, self._order, spans)
+            none = None if read.rows is None else read.rows[:0]
+            said = range(len(spans)) if read.problem else rows
             with self._adding:
-                for file, piece in zip(self._files[stretch:], pieces, strict=True):
-                    file.add(owner, Read.of(read.parts[0], piece, read.problem))
+                for number in said:
+                    piece = Read.of(read.parts[0], rows.get(number, none), read.problem)
+                    self._files[stretch + number].add(owner, piece)
 
 
 class _File:
@@ -175,8 +182,6 @@ class _File:
 
     def add(self, owner: int, read: Read) -> None:
         """Add what was read of one of the owner's parts."""
-        if not read.counts[0] and not read.problem:
-            return
         if read.rows is None or self._schema not in (None, read.rows.schema):
             self._said.append((owner, -1, read))
             return
