@@ -62,6 +62,7 @@ from rankscope.analysis.metrics.step_matrix import (
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import MIXED
+from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import Text, joined, text
@@ -387,35 +388,30 @@ def _spans(
     window = last_backwards_by_marks(phases) if by_marks else last_backwards(regions, phases, kernels)
     if window.is_empty():
         raise NotResolvable(text("no backward was recorded that an optimizer follows"))
-    is_work = pl.col("part").is_in(["compute", "overlapped"])
-    inside = (
-        phases.filter(is_work | ((pl.col("part") == "transfer") & pl.col("label").is_in(ops)))
-        .drop("label")
-        .pipe(looked_up, window, ["rank", "step"])
-        .filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
-        .with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
-    )
-    length, by_step = pl.col("end_ns") - pl.col("start_ns"), ["rank", "step"]
-    window = window.join(_computed(inside.filter(is_work, pl.col("start_ns") < pl.col("returned_ns"))), on=by_step)
-    exposed = (
-        inside.filter(~is_work)
-        .pipe(looked_up, window.select("rank", "step", "computed_ns"), by_step)
-        .filter(pl.col("start_ns") >= pl.col("computed_ns"))
-    )
-    hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
-    per_step = (
-        window.select("rank", "step", backward=pl.col("computed_ns") - pl.col("backward_ns"))
-        .join(exposed.group_by("rank", "step").agg(exposed=length.sum()), on=["rank", "step"], how="left")
-        .join(
-            hidden.group_by(by_step).agg(hidden=pl.col("hidden_ns").sum().clip(0), bytes=pl.col("size_bytes").sum()),
-            on=["rank", "step"],
-            how="left",
+    by_step, length = ["rank", "step"], pl.col("end_ns") - pl.col("start_ns")
+
+    def inside(rows: pl.DataFrame) -> pl.DataFrame:
+        rows = looked_up(
+            rows.drop("label"), window.select(*by_step, "backward_ns", "returned_ns", "update_ns"), by_step
         )
-        .fill_null(0)
-    )
-    if per_step.is_empty() or per_step["bytes"].sum() == 0:
+        rows = rows.filter(pl.col("end_ns") > pl.col("backward_ns"), pl.col("start_ns") < pl.col("update_ns"))
+        return rows.with_columns(start_ns=pl.max_horizontal("start_ns", "backward_ns"))
+
+    work = inside(phases.filter(pl.col("part").is_in(["compute", "overlapped"])))
+    window = window.join(_computed(work.filter(pl.col("start_ns") < pl.col("returned_ns"))), on=by_step)
+    moved = phases.filter(pl.col("part") == "transfer").filter(pl.col("label").is_in(ops))
+    exposed = looked_up(inside(moved), window.select(*by_step, "computed_ns"), by_step)
+    exposed = exposed.filter(pl.col("start_ns") >= pl.col("computed_ns")).with_columns(ns=length)
+    hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
+    if window.is_empty() or hidden["size_bytes"].sum() == 0:
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
-    spans = {name: sums(grid, per_step, name) for name in ("backward", "exposed", "hidden", "bytes")}
+    backward = window.select(*by_step, ns=pl.col("computed_ns") - pl.col("backward_ns"))
+    spans = {
+        "backward": sums(grid, backward, "ns"),
+        "exposed": sums(grid, exposed, "ns"),
+        "hidden": np.maximum(sums(grid, hidden, "hidden_ns"), 0.0),
+        "bytes": sums(grid, hidden.with_columns(pl.col("size_bytes").fill_null(0)), "size_bytes"),
+    }
     return grid, exposed, spans, 2 * int(window["alone"].sum()) > len(window)
 
 
@@ -445,10 +441,9 @@ def _hidden(collectives: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:
         .pipe(looked_up, window, ["rank", "step"])
         .filter(pl.col("start_ns").is_between("backward_ns", "update_ns", closed="left"))
     )
-    begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), pl.col("end_ns").cum_max().shift(1).over("rank"))
-    return reductions.sort("rank", "start_ns").with_columns(
-        hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None)
-    )
+    reductions = in_order(reductions, "rank", "start_ns")
+    begin = pl.max_horizontal(pl.col("start_ns") + pl.col("wait_ns"), reached_before(reductions, "rank"))
+    return reductions.with_columns(hidden_ns=(pl.min_horizontal("end_ns", "computed_ns") - begin).clip(0, None))
 
 
 def _hidden_by_marks(collectives: pl.DataFrame, phases: pl.DataFrame, window: pl.DataFrame) -> pl.DataFrame:

@@ -54,6 +54,7 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.model.tables import WORDS, is_like
@@ -196,9 +197,7 @@ def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     )
     least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
     large = moved.join(known, on=["op", "group_id"], how="left").filter(pl.col("size_bytes") >= least, pl.col("ns") > 0)
-    members = collectives.group_by("group_id").agg(members=pl.col("rank").unique().sort())
-    on_nodes = nodes_of_groups(collectives, ranks)
-    return large.join(on_nodes, on="group_id").join(members, on="group_id").with_columns(of=pl.col("group_id"))
+    return large.join(nodes_of_groups(collectives, ranks), on="group_id").with_columns(of=pl.col("group_id"))
 
 
 def _large_receives(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
@@ -337,10 +336,11 @@ def _against_interfaces(
     speeds = nic_speeds(counters)
     taking_part = (
         collectives.select("instance_id", "rank", "group_id", "end_ns")
-        .join(ranks.select("rank", "node").unique("rank"), on="rank")
+        .filter(pl.col("instance_id").is_not_null())
+        .pipe(looked_up, between.select("instance_id", "op", "group_size", "size_bytes", "ns"), ["instance_id"])
+        .pipe(looked_up, ranks.select("rank", "node").unique("rank"), ["rank"])
         .group_by("instance_id", "node")
-        .agg(pl.col("group_id").first(), pl.col("end_ns").max())
-        .join(between.select("instance_id", "op", "group_size", "size_bytes", "ns"), on="instance_id")
+        .agg(pl.col("group_id", "op", "group_size", "size_bytes", "ns").first(), pl.col("end_ns").max())
     )
     nodes = taking_part["node"].unique().sort().to_list()
     if any(node not in speeds for node in nodes):

@@ -96,6 +96,8 @@ def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
     if backward.is_empty():
         raise NotResolvable(text("no backward pass was recorded"))
     several = backward.filter(pl.col("len") > 1)
+    if several.is_empty():
+        main, rows = main.clear(), rows.clear()
     main = main.join(several, on=by_step, how="semi").filter(pl.col("kind").is_in(["forward", "backward"]))
     follows = (pl.col("kind") == "backward") & (pl.col("kind").shift(1).over(by_step) == "forward")
     passes = (

@@ -34,8 +34,9 @@ from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
+from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
-from rankscope.analysis.model.tables import WORDS
+from rankscope.analysis.model.tables import WORDS, in_order
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import bytes_text, duration
@@ -158,9 +159,9 @@ def _runs(rows: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame | None
 
 def _outermost(regions: pl.DataFrame) -> pl.DataFrame:
     """Return forwards and backwards of main threads, none within another."""
-    main = regions.filter(pl.col("thread") == 0, pl.col("kind").is_in(_DIRECTED)).sort("rank", "start_ns")
-    reached = pl.col("end_ns").cum_max().shift(1).over("rank")
-    return main.filter(reached.is_null() | (pl.col("start_ns") >= reached))
+    main = in_order(regions.filter(pl.col("thread") == 0, pl.col("kind").is_in(_DIRECTED)), "rank", "start_ns")
+    reached = reached_before(main, "rank")
+    return main.filter(reached.is_null() | (main["start_ns"] >= reached))
 
 
 def _savings(runs: pl.DataFrame, known: pl.DataFrame, grid: StepGrid) -> list[_Saving]:

@@ -111,7 +111,7 @@ def _levels(rows: pl.DataFrame, nodes: pl.DataFrame, min_bytes: int) -> tuple[pl
     ).sort("begin_ns")
     if scatters.is_empty():
         return scatters, scatters
-    between = nodes.filter(pl.col("nodes") > 1)
+    between = nodes.filter(pl.col("nodes") > 1).select("group_id", "nodes")
     reduces = (
         rows.filter(is_like("op", "^(allreduce|reduce_scatter)"))
         .join(between, on="group_id")

@@ -17,7 +17,8 @@ import polars as pl
 
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Floats, robust_deviation
-from rankscope.analysis.model.tables import is_like
+from rankscope.analysis.model.segments import reached_before
+from rankscope.analysis.model.tables import in_order, is_like
 from rankscope.collectors.schema import OPS
 
 __all__ = [
@@ -177,12 +178,9 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
         *("rank", "instance_id", "group_id", "group", "group_size", "op", "step", "size_bytes"),
         *("wait_ns", "end_ns", "transfer_ns", arrival.alias("_arrival_ns")),
     )
+    rows = in_order(rows, *by_group, "_arrival_ns")
     return (
-        rows.sort(*by_group, "_arrival_ns")
-        .with_columns(
-            begin_ns=pl.col("_arrival_ns") + pl.col("wait_ns"),
-            free_ns=pl.col("end_ns").cum_max().shift(1).over(by_group),
-        )
+        rows.with_columns(begin_ns=pl.col("_arrival_ns") + pl.col("wait_ns"), free_ns=reached_before(rows, *by_group))
         .with_columns(free_ns=pl.col("free_ns").fill_null(pl.col("begin_ns")))
         .group_by("instance_id")
         .agg(

@@ -11,6 +11,7 @@ import polars.selectors as cs
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
+from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.rank_keys import RankKeys
 
@@ -94,7 +95,7 @@ def with_exposed(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFram
         .with_columns(begin_ns=arrival + pl.col("wait_ns"))
         .pipe(in_order, "rank", "begin_ns", "end_ns")
     )
-    reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
+    reached = reached_before(rows, "rank")
     alone = rows.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     return rows.with_columns(exposed_ns=pl.Series(spent(phases, ("transfer",), alone), dtype=pl.Int64))
 

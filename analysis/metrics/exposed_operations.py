@@ -9,6 +9,7 @@ from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.exposed_communication import kind_of_group, spent, with_exposed
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
+from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.tables import WORDS
 from rankscope.collectors.schema import OPS, P2P_OPS
 
@@ -31,7 +32,7 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     arrival = pl.coalesce("device_start_ns", "start_ns")
     alone = collectives.filter(pl.col("wait_ns").is_null(), pl.col("end_ns").is_not_null())
     alone = alone.with_columns(begin_ns=arrival).sort("rank", "begin_ns", "end_ns")
-    reached = pl.col("end_ns").cum_max().shift(1).over("rank").fill_null(pl.col("begin_ns"))
+    reached = reached_before(alone, "rank")
     spans = alone.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     alone = alone.with_columns(
         exposed_ns=pl.Series(spent(phases, ("unsplit",), spans), dtype=pl.Int64), is_bound=pl.lit(True)
@@ -85,9 +86,5 @@ def _edges(rows: pl.DataFrame, purpose: Ints, purposes: int) -> pl.Series:
 
 
 def computed(phases: pl.DataFrame) -> pl.DataFrame:
-    """How long each rank computes in each step (rank, step, ns) while nothing is under way that this would hide."""
-    return (
-        phases.filter(pl.col("part") == "compute")
-        .group_by("rank", "step")
-        .agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
-    )
+    """When ranks compute, in pieces (rank, step, ns), while nothing is under way that this would hide."""
+    return phases.filter(pl.col("part") == "compute").select("rank", "step", ns=pl.col("end_ns") - pl.col("start_ns"))

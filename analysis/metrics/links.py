@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
 
 __all__ = [
@@ -126,10 +127,15 @@ def judged_links(counters: pl.DataFrame, steps: pl.DataFrame, addresses: Mapping
 
 @once
 def nodes_of_groups(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """On how many `nodes` the ranks of each `group_id` run."""
-    members = collectives.select("rank", "group_id").unique()
+    """On how many `nodes` the ranks of each `group_id` run, and which its `members` are, in order."""
+    groups, group = distinct(collectives["group_id"].to_numpy())
+    known, rank = distinct(collectives["rank"].to_numpy())
+    pairs, _ = distinct(group * len(known) + rank)
+    members = pl.DataFrame({"group_id": groups[pairs // len(known)], "rank": known[pairs % len(known)]})
     on = ranks.select("rank", "node").unique("rank")
-    return members.join(on, on="rank").group_by("group_id").agg(pl.col("node").n_unique().alias("nodes"))
+    of_group = members.join(on, on="rank", how="left", maintain_order="left").group_by("group_id")
+    found = of_group.agg(pl.col("node").drop_nulls().n_unique().alias("nodes"), members="rank")
+    return found.filter(pl.col("nodes") > 0)
 
 
 def nic_speeds(counters: pl.DataFrame) -> dict[int, float]:

@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
-__all__ = ["latest"]
+__all__ = ["latest", "reached_before"]
+
+_MOST = 1 << 62  # keys are less
 
 Ints = NDArray[np.int64]
+
+
+def reached_before(rows: pl.DataFrame, *by: str) -> pl.Series:
+    """Return the latest `end_ns` of the rows before, of those with the same numbers `by`; null for the first.
+
+    Rows with the same numbers follow each other.
+    """
+    reached = pl.col("end_ns").cum_max().shift(1).over(by)
+    if rows.is_empty() or rows["end_ns"].null_count():
+        return rows.select(reached).to_series()
+    ends, is_first = rows["end_ns"].to_numpy(), np.zeros(len(rows), bool)
+    is_first[0] = True
+    for column in by:
+        values = rows[column].to_numpy()
+        is_first[1:] |= values[1:] != values[:-1]
+    low = int(ends.min())
+    segment, span = np.cumsum(is_first), int(ends.max()) - low + 1
+    if int(segment[-1]) * span >= _MOST - abs(low):
+        return rows.select(reached).to_series()
+    # The segments one after the other on one axis, so that what is reached in one is before all of the next.
+    offset = segment * span - low
+    keys = np.maximum.accumulate(ends + offset)
+    keys -= offset
+    before = pl.Series(np.append(keys[:1], keys[:-1]))
+    return pl.select(pl.when(pl.Series(~is_first)).then(before)).to_series()
 
 
 def latest(keys: Ints, bounds: Ints, segment: Ints, at: Ints) -> Ints:

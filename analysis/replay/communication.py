@@ -38,7 +38,11 @@ def operations(timeline: Timeline) -> pl.DataFrame:
     computing = phases.filter(pl.col("part") == "compute").drop("label")
     since = computing.join(window, on=["rank", "step"]).filter(pl.col("start_ns") >= pl.col("backward_ns"))
     by_step, by_backward = (
-        computed(table).group_by("step").agg(pl.col("ns").median().alias(name))
+        computed(table)
+        .group_by("rank", "step")
+        .agg(pl.col("ns").sum())
+        .group_by("step")
+        .agg(pl.col("ns").median().alias(name))
         for table, name in ((computing, "computed_ns"), (since, "_since_ns"))
     )
     reduces = pl.col("in_backward").fill_null(value=False) & pl.col("op").str.contains("reduce")

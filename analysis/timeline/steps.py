@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.model.segments import latest
+from rankscope.analysis.model.segments import latest, reached_before
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.device_time import by_rank
 
@@ -376,12 +376,10 @@ def _anchor_ends(regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFra
 
 def _outermost(regions: pl.DataFrame, kind: str) -> pl.DataFrame:
     """Return the regions of a kind on main threads that lie in no other one of that kind."""
-    inside = pl.col("end_ns") <= pl.col("end_ns").cum_max().shift(1).over("rank")
-    return (
-        regions.filter((pl.col("kind") == kind) & (pl.col("thread") == _MAIN_THREAD))
-        .sort("rank", "start_ns", "end_ns", descending=[False, False, True])
-        .filter(~inside.fill_null(False))
-    )
+    of_kind = regions.filter((pl.col("kind") == kind) & (pl.col("thread") == _MAIN_THREAD))
+    of_kind = of_kind.sort("rank", "start_ns", "end_ns", descending=[False, False, True])
+    inside = of_kind["end_ns"] <= reached_before(of_kind, "rank")
+    return of_kind.filter(~inside.fill_null(False))
 
 
 def _anchors(optimizers: pl.DataFrame) -> pl.DataFrame:
