@@ -57,7 +57,10 @@ def detect(
 ) -> list[Finding]:
     """Report what the reductions in all backward passes but the last cost."""
     grid = transfer_grid(breakdown)
-    rows = _repeated(_numbered(with_exposed(collectives, phases), regions), groups, min_bytes)
+    rows = _numbered(with_exposed(collectives, phases), regions)
+    if rows.is_empty():
+        return []
+    rows = _repeated(rows, groups, min_bytes)
     lost = estimate(np.median(sums(grid, rows, "exposed_ns"), axis=0), TRIM)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []

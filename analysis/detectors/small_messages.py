@@ -31,6 +31,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
+from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, by_rank_and_step, estimate
 from rankscope.analysis.model.finding import Finding
@@ -131,8 +132,10 @@ def _trusted(line: Line) -> bool:
 
 def _frequent(rows: pl.DataFrame, more_than: int) -> pl.DataFrame:
     """Return the rows of kinds of operations of which some rank has more than that: of others no more can be saved."""
-    most = rows.group_by("op", "rank").len().group_by("op").agg(pl.col("len").max())
-    return rows.filter(pl.col("op").is_in(most.filter(pl.col("len") > more_than)["op"].implode()))
+    op, (ranks, rank) = rows["op"].to_physical().to_numpy(), distinct(rows["rank"].to_numpy())
+    count = np.bincount(op.astype(np.int64) * len(ranks) + rank, minlength=(int(op.max(initial=0)) + 1) * len(ranks))
+    frequent = np.asarray((count.reshape(-1, len(ranks)) > more_than).any(axis=1))
+    return rows if frequent[op].all() else rows.filter(frequent[op])
 
 
 def _runs(rows: pl.DataFrame, phases: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:

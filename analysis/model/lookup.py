@@ -72,5 +72,7 @@ def _filled(numbers: pl.Series, otherwise: int) -> NDArray[Any]:
 def looked_up(rows: pl.DataFrame, table: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Return the rows that `table` has numbers for, in their order, with its other columns; it has each but once."""
     at = row_of(rows, table, by)
-    found = at >= 0
-    return rows.filter(found).hstack(table.drop(by)[at[found]])
+    if (at < 0).any():
+        found = at >= 0
+        rows, at = rows.filter(found), at[found]
+    return rows.hstack(table.drop(by)[at])

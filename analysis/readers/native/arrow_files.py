@@ -154,7 +154,8 @@ def _read_file(
         numbers = range(since, count)
         # The last rows of the batch before may be as late.
         first = max(since + bisect_left(numbers, within.begin_ns, key=begin_ns) - 1, since)
-        after = since + bisect_right(numbers, within.end_ns, key=begin_ns)
+        if within.end_ns < AT_THE_END:
+            after = since + bisect_right(numbers, within.end_ns, key=begin_ns)
     rows = pa.Table.from_batches([file.get_batch(number) for number in range(first, after)], file.schema)
     return _checked(rows), NO_MORE if after == count else Batch(after, begin_ns(after))
 

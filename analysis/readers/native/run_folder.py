@@ -183,6 +183,12 @@ class NativeReader:
 
     def estimated_rows(self) -> dict[str, float]:
         """How many rows each table has in the whole run, by the size of its files and the rows of the largest."""
+        if "rows" not in self.counted:
+            self.counted["rows"] = self._estimated_rows()
+        found: dict[str, float] = self.counted["rows"]
+        return found
+
+    def _estimated_rows(self) -> dict[str, float]:
         largest: dict[str, tuple[int, Path]] = {}
         size: dict[str, int] = {}
         for part in self._parts:

@@ -147,7 +147,8 @@ class StoredRows:
         if shared is not None:
             return self._good(shared)
         owners = self.owners(name)
-        wanted, found = list(zip(owners, self.spans(name, owners, self.stretch), strict=True)), []
+        spans, found = self.spans(name, self.nodes(owners), self.stretch), []
+        wanted = list(zip(owners, spans, strict=True))
         for first in range(0, len(wanted), _OWNERS):
             some = self._good(itertools.chain(*at_once(self._within, wanted[first : first + _OWNERS])))
             # Without the rows that were unpacked with them: a slice holds all that it was cut from.
@@ -165,10 +166,14 @@ class StoredRows:
         alike = itertools.groupby(self._of(name), key=lambda part: (part.rank, part.node))
         return [sorted(of_owner, key=lambda part: part.number) for _, of_owner in alike]
 
-    def spans(self, name: str, owners: Sequence[Sequence[Part]], stretch: Stretch) -> list[tuple[int, int]]:
-        """Return from when to when a stretch needs these owners' rows of a table."""
+    def nodes(self, owners: Sequence[Sequence[Part]]) -> list[int | None]:
+        """Return the node of each; None: it is not known."""
         node_of = dict(self.read("ranks").select("rank", "node").iter_rows())
-        nodes = [node_of.get(part.rank) if part.node is None else part.node for part, *_ in owners]
+        return [node_of.get(part.rank) if part.node is None else part.node for part, *_ in owners]
+
+    @staticmethod
+    def spans(name: str, nodes: Sequence[int | None], stretch: Stretch) -> list[tuple[int, int]]:
+        """Return from when to when a stretch needs the rows of a table of owners on these nodes."""
         beside_ns, on = _BESIDE_NS.get(name, 0), {node: stretch.span_on(node) for node in set(nodes)}
         return [(on[node][0] - beside_ns, on[node][1] + beside_ns) for node in nodes]
 

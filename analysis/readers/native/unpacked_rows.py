@@ -123,7 +123,8 @@ class UnpackedRows:
 
     def _unpacked(self, table: str) -> _Unpacked:
         owners = self._stored.owners(table)
-        spans = list(zip(*(self._stored.spans(table, owners, stretch) for stretch in self._stretches), strict=True))
+        nodes = self._stored.nodes(owners)
+        spans = list(zip(*(self._stored.spans(table, nodes, stretch) for stretch in self._stretches), strict=True))
         rows = [
             OwnersRows(parts, (of[0][0], of[-1][1]), self._stored.is_closed)
             for parts, of in zip(owners, spans, strict=True)
