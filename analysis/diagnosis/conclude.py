@@ -63,7 +63,9 @@ def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) ->
 
 def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Report:
     """Return the report on a timeline; `price` is that of an hour of a rank."""
-    tables, run, costs = judged.tables, judged.run(), judged.costs()
+    tables = judged.tables
+    groups = group_times(tables["collectives"], tables["phases"], timeline.groups)  # before the graph takes memory
+    run, costs = judged.run(), judged.costs()
     needs, share = judged.model
     seen = _seen(timeline, judged, price)
     findings = tuple(
@@ -96,7 +98,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Repo
         breakdown=mean_parts(tables["breakdown"]),
         history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
-        groups=group_times(tables["collectives"], tables["phases"], timeline.groups),
+        groups=groups,
         phases=phase_times(tables["marks"]),
         lead=seen.lead,
         code=seen.code.shares(),
