@@ -209,7 +209,8 @@ class _File:
         """Return each part with its rows, by owner."""
         rows = None
         if self._writer:
-            rows = pa.ipc.open_file(pa.memory_map(str(self._path))).read_all()
+            with pa.OSFile(str(self._path)) as file:  # mapped it would take memory beside what is free already
+                rows = pa.ipc.open_file(file).read_all()
         elif self._waiting:
             rows = pa.concat_tables(self._waiting)
         said = sorted(self._said, key=lambda said: (said[0], said[2].parts[0].number))
