@@ -7,6 +7,8 @@ called healthy. The line must come closer to the steps than two levels do: a cha
 `where` is the part that grows most, `ranks` are those on which it grows by at least half of what the step does; where
 it does so on all, or no rank that was seen blocks the others, none is named. Where the steps' own scatter hides it, the
 same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not matter there.
+Of a run that is too long to be held at once the same is asked of all its steps too, by their lengths on one rank: what
+rises by too little for any stretch of it is a likely finding over the run.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the
@@ -43,7 +45,7 @@ from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
-__all__ = ["detect", "detector", "resolution_ns"]
+__all__ = ["SECONDARY", "detect", "detector", "resolution_ns", "title_of"]
 
 detector = Detector(
     explains_of_ranks=("slow_rank", "load_imbalance"),
@@ -58,7 +60,7 @@ detector = Detector(
 )
 
 _MAYBE_Z = 3.0  # from which a rise is not taken for chance, nor yet for sure
-_SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it
+SECONDARY = ("wait", "bubble", "unsplit", "overlapped")  # grow because something else does, or beside it
 
 
 def detect(
@@ -213,7 +215,7 @@ def _what_grows(seen: _Seen) -> tuple[str, tuple[int, ...]]:
     # Where a peer is late, what computes beside communication and what computes alone change places.
     together = sum((seen.parts[part] for part in ("compute", "overlapped") if part in seen.parts), np.zeros(1))
     parts = seen.parts | ({"compute": together} if together.ndim > 1 else {})
-    grown = {part: _growth(values) for part, values in parts.items() if part not in _SECONDARY}
+    grown = {part: _growth(values) for part, values in parts.items() if part not in SECONDARY}
     where = max(grown, key=lambda part: float(grown[part].max()), default="wait")
     if where not in grown or grown[where].max() < line.growth / 2:
         return "wait", seen.ranks if seen.beyond_peers else ()
@@ -243,6 +245,11 @@ def _title(seen: _Seen, line: Trend, where: str, ranks: tuple[int, ...]) -> str:
             growth=duration(line.growth),
             where=part_name(where),
         )
+    return title_of(line, where, ranks)
+
+
+def title_of(line: Trend, where: str, ranks: tuple[int, ...] = ()) -> str:
+    """Say from what to what all steps grow; `ranks`: where this part does, if not on all."""
     on = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
     return text(
         "Steps become longer throughout the run, from {first} to {last} ({growth}); what grows is {where}{on}",

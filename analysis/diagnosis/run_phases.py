@@ -15,7 +15,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rankscope.analysis.compare.two_runs import error_of_change
+from rankscope.analysis.detectors import gradual_slowdown, severity
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary
+from rankscope.analysis.metrics.trend import follows_line, longest_stretch, trend
 from rankscope.analysis.model.finding import Change, Found, Gap, History, Look, Report, RunFinding, Span
 from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import Stretch
@@ -30,6 +32,7 @@ _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
 _DIFFERENT = 1.1  # as in Greyhound: a shift above 10 %
 _STILL = 1.05  # a phase that has begun goes on: noise does not cut it into pieces
 _WORTH = 0.01  # of the run's time, that all phases in one direction take more or less, or that a root cause costs
+_GROWS, _MIN_GROWTH, _MIN_Z = "gradual_slowdown", 0.03, 5.0  # as the detector of that name in one stretch
 _MOST_LOOKS = 3
 _PART = 0.02  # of the last steps: changes of a part below are not listed
 _SEVERITIES = ("low", "medium", "high")
@@ -51,7 +54,7 @@ def over_the_run(
     looks = [_look(phase, last, others) for phase in phases[:_MOST_LOOKS]]
     rest = Counter(_is_longer(phase, history) for phase in phases[_MOST_LOOKS:])
     looks = [replace(look, others=rest.pop(_is_longer(look.phase, history), 0)) for look in looks]
-    findings = tuple(_together(every))
+    findings = tuple(sorted((*_together(every), *_growth(stretch, every)), key=lambda one: -one.lost_ns_total))
     history = replace(
         history,
         analyzed=sum(one.last - one.first + 1 for one in every if one not in missing),
@@ -110,6 +113,49 @@ def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
             lost_fraction=lost[key] / run_ns,
             uncertainty_ns=round(float(np.sqrt(np.square(errors).sum()))),
         )
+
+
+def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
+    """Yield steps that become longer throughout the run, by too little to show in any stretch of it.
+
+    By the lengths of the counted rank's, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
+    longer the mean step is than the first.
+    """
+    if any(found.detector == _GROWS for one in every for found in one.findings):
+        return
+    judged = stretch.counted.filter("judged")
+    lengths = (judged["end_ns"] - judged["start_ns"]).to_numpy().astype(float)
+    line, count = trend(lengths), len(lengths)
+    share = line.growth / 2 / float(lengths.mean())
+    if line.z < _MIN_Z or share < _MIN_GROWTH or not follows_line(lengths, longest_stretch(lengths, 1 + _MIN_GROWTH)):
+        return
+    yield RunFinding(
+        detector=_GROWS,
+        severity=severity(share),
+        confidence="likely",
+        title=gradual_slowdown.title_of(line, _grown(every, line.growth)),
+        ranks=(),
+        steps=(0, len(stretch.counted) - 1),
+        stretches=len(every),
+        lost_ns_total=round(line.growth / 2 * count),
+        lost_fraction=share,
+        uncertainty_ns=round(line.half_width / 2 * count),
+    )
+
+
+def _grown(every: Sequence[StretchSummary], growth_ns: float) -> str:
+    """Return the part that grows by half of that or more between the first and the last third of the run."""
+    ordered = sorted((one for one in every if one.analyzed), key=lambda one: one.first)
+    third = max(len(ordered) // 3, 1)
+    early, late = ordered[:third], ordered[-third:]
+
+    def mean_ns(of: Sequence[StretchSummary], part: str) -> float:
+        return float(np.average([one.parts.get(part, 0) for one in of], weights=[one.analyzed for one in of]))
+
+    parts = {part for one in ordered for part in one.parts if part not in gradual_slowdown.SECONDARY}
+    grown = {part: mean_ns(late, part) - mean_ns(early, part) for part in sorted(parts)}
+    most = max(grown, key=lambda part: grown[part], default="wait")
+    return most if grown.get(most, 0.0) >= growth_ns / 2 else "wait"
 
 
 def _of_phase(look: Look, read: Span) -> str:

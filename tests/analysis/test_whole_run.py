@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.diagnosis import stretches
@@ -70,6 +71,26 @@ def test_what_costs_over_the_whole_run_is_added_up(recorded, report):
     assert found.lost_ns_total == sum(lost)
     time_ns = sum(part.steps.count * part.steps.mean_ns for part in parts)
     assert found.lost_fraction == pytest.approx(sum(lost) / time_ns, rel=1e-9)
+
+
+@pytest.mark.parametrize(("growth", "grows"), [(0.08, True), (0.04, False), (0.0, False)])
+def test_steps_that_grow_too_slowly_for_any_stretch_are_a_finding_over_the_run(tmp_path, monkeypatch, growth, grows):
+    """Compute grows by 8 % in 240 steps, and by 2 % in any of the four stretches: the mean step is 4 % too long."""
+    job = Job(parallel="ddp", ranks=4, steps=240, seed=5, compute_ns=90e6)
+    can = healthy_resources(job)
+    can.slowness *= np.linspace(1, 1 + growth, job.steps)[:, np.newaxis]
+    folder = write(run(job, can), tmp_path / "run")
+    rows = memory_budget.bytes_of_rows(Trace.open(folder).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
+    report = diagnose(Trace.open(folder))
+    assert (report.findings, report.history.analyzed) == ((), job.steps)
+    found = [(one.detector, one.ranks, one.steps) for one in report.history.findings]
+    assert found == [("gradual_slowdown", (), (0, job.steps - 1))] * grows
+    for one in report.history.findings:
+        assert "what grows is compute" in one.title
+        assert one.title in report.verdict
+        assert one.lost_fraction == pytest.approx(growth / 2, rel=0.15)
+        assert abs(one.lost_fraction * report.history.count - one.lost_ns_total / report.history.median_ns) < 5
 
 
 def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded, tmp_path):
