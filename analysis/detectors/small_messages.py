@@ -132,8 +132,10 @@ def _trusted(line: Line) -> bool:
 
 def _frequent(rows: pl.DataFrame, more_than: int) -> pl.DataFrame:
     """Return the rows of kinds of operations of which some rank has more than that: of others no more can be saved."""
+    if rows.is_empty():
+        return rows
     op, (ranks, rank) = rows["op"].to_physical().to_numpy(), distinct(rows["rank"].to_numpy())
-    count = np.bincount(op.astype(np.int64) * len(ranks) + rank, minlength=(int(op.max(initial=0)) + 1) * len(ranks))
+    count = np.bincount(op.astype(np.int64) * len(ranks) + rank, minlength=(int(op.max()) + 1) * len(ranks))
     frequent = np.asarray((count.reshape(-1, len(ranks)) > more_than).any(axis=1))
     return rows if frequent[op].all() else rows.filter(frequent[op])
 

@@ -32,7 +32,7 @@ _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
 _DIFFERENT = 1.1  # as in Greyhound: a shift above 10 %
 _STILL = 1.05  # a phase that has begun goes on: noise does not cut it into pieces
 _WORTH = 0.01  # of the run's time, that all phases in one direction take more or less, or that a root cause costs
-_GROWS, _MIN_GROWTH, _MIN_Z = "gradual_slowdown", 0.03, 5.0  # as the detector of that name in one stretch
+_GROWS, _MIN_GROWTH, _MIN_Z, _MIN_STEPS = "gradual_slowdown", 0.03, 5.0, 30  # as that detector in one stretch
 _MOST_LOOKS = 3
 _PART = 0.02  # of the last steps: changes of a part below are not listed
 _SEVERITIES = ("low", "medium", "high")
@@ -118,12 +118,12 @@ def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
 def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
     """Yield steps that become longer throughout the run, by too little to show in any stretch of it.
 
-    By the lengths of the counted rank's, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
+    By those of the counted rank, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
     longer the mean step is than the first.
     """
-    if any(found.detector == _GROWS for one in every for found in one.findings):
-        return
     judged = stretch.counted.filter("judged")
+    if len(judged) < _MIN_STEPS or any(found.detector == _GROWS for one in every for found in one.findings):
+        return
     lengths = (judged["end_ns"] - judged["start_ns"]).to_numpy().astype(float)
     line, count = trend(lengths), len(lengths)
     share = line.growth / 2 / float(lengths.mean())

@@ -95,9 +95,10 @@ class NativeReader:
 
     def unpack_once(self, parts: Sequence[NativeReader], folder: str) -> None:
         """Let these stretches of this run share what is unpacked; it lies in a temporary folder in this one."""
-        unpacked = UnpackedRows(self._stored, [part.stretch for part in parts if part.stretch], folder)
-        for number, reader in enumerate(parts):
-            reader._stored.unpacked = partial(unpacked.of, number)
+        stretches = {number: part.stretch for number, part in enumerate(parts) if part.stretch}
+        unpacked = UnpackedRows(self._stored, list(stretches.values()), folder)
+        for place, number in enumerate(stretches):
+            parts[number]._stored.unpacked = partial(unpacked.of, place)
 
     @property
     def folder(self) -> NativeReader:
