@@ -45,7 +45,7 @@ from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
-__all__ = ["SECONDARY", "detect", "detector", "resolution_ns", "title_of"]
+__all__ = ["SECONDARY", "detect", "detector", "over_steps", "resolution_ns", "title_of"]
 
 detector = Detector(
     explains_of_ranks=("slow_rank", "load_imbalance"),
@@ -77,16 +77,14 @@ def detect(
     grid = judged_grid(breakdown, min_steps)
 
     def found(seen: _Seen, where: str, ranks: tuple[int, ...]) -> list[Finding]:
-        line = trend(seen.lengths)
-        if line.z < min_z:
+        line = _creeping(seen.lengths, min_fraction, min_z)
+        if line is None:
             return []
         lost = _lost(grid, line, first, ranks)
         if seen.beyond_peers:  # ranks that wait for it lose no more than the steps grow
             grown = _lost(grid, trend(_job(grid).lengths), first)
             lost = replace(lost, ns=min(lost.ns, grown.ns + grown.half_width_ns))
         if lost.ns < min_fraction * grid.step_ns:
-            return []
-        if not follows_line(seen.lengths, longest_stretch(seen.lengths, 1 + min_fraction)):
             return []
         return [
             Finding(
@@ -117,6 +115,26 @@ def detect(
         )
         raise NotResolvable(why, unclear=True)
     return findings
+
+
+def over_steps(
+    lengths: Floats, *, min_fraction: float = 0.03, min_steps: int = 30, min_z: float = 5.0
+) -> tuple[Trend, Estimate] | None:
+    """Return the line through the lengths of a run's steps, and what the mean of them lost, if `detect` would say so.
+
+    It would by lengths alone: no rank and no part of the step is asked.
+    """
+    line = _creeping(lengths, min_fraction, min_z) if len(lengths) >= min_steps else None
+    if line is None or line.growth / 2 < min_fraction * lengths.mean():
+        return None
+    return line, Estimate(line.growth / 2, line.half_width / 2)
+
+
+def _creeping(lengths: Floats, min_fraction: float, min_z: float) -> Trend | None:
+    """Return the line through lengths that rise clear of chance, and come closer to it than to two levels."""
+    line = trend(lengths)
+    rises = line.z >= min_z and follows_line(lengths, longest_stretch(lengths, 1 + min_fraction))
+    return line if rises else None
 
 
 def resolution_ns(

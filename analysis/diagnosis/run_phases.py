@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from rankscope.analysis.compare.two_runs import error_of_change
 from rankscope.analysis.detectors import gradual_slowdown, severity
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary
-from rankscope.analysis.metrics.trend import follows_line, longest_stretch, trend
 from rankscope.analysis.model.finding import Change, Found, Gap, History, Look, Report, RunFinding, Span
 from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import Stretch
@@ -32,7 +31,7 @@ _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
 _DIFFERENT = 1.1  # as in Greyhound: a shift above 10 %
 _STILL = 1.05  # a phase that has begun goes on: noise does not cut it into pieces
 _WORTH = 0.01  # of the run's time, that all phases in one direction take more or less, or that a root cause costs
-_GROWS, _MIN_GROWTH, _MIN_Z, _MIN_STEPS = "gradual_slowdown", 0.03, 5.0, 30  # as that detector in one stretch
+_GROWS = "gradual_slowdown"
 _MOST_LOOKS = 3
 _PART = 0.02  # of the last steps: changes of a part below are not listed
 _SEVERITIES = ("low", "medium", "high")
@@ -121,14 +120,15 @@ def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFi
     By those of the counted rank, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
     longer the mean step is than the first.
     """
+    if any(found.detector == _GROWS for one in every for found in one.findings):
+        return
     judged = stretch.counted.filter("judged")
-    if len(judged) < _MIN_STEPS or any(found.detector == _GROWS for one in every for found in one.findings):
-        return
     lengths = (judged["end_ns"] - judged["start_ns"]).to_numpy().astype(float)
-    line, count = trend(lengths), len(lengths)
-    share = line.growth / 2 / float(lengths.mean())
-    if line.z < _MIN_Z or share < _MIN_GROWTH or not follows_line(lengths, longest_stretch(lengths, 1 + _MIN_GROWTH)):
+    seen = gradual_slowdown.over_steps(lengths)
+    if seen is None:
         return
+    line, lost = seen
+    share = lost.ns / float(lengths.mean())
     yield RunFinding(
         detector=_GROWS,
         severity=severity(share),
@@ -137,9 +137,9 @@ def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFi
         ranks=(),
         steps=(0, len(stretch.counted) - 1),
         stretches=len(every),
-        lost_ns_total=round(line.growth / 2 * count),
+        lost_ns_total=round(lost.ns * len(lengths)),
         lost_fraction=share,
-        uncertainty_ns=round(line.half_width / 2 * count),
+        uncertainty_ns=round(lost.half_width_ns * len(lengths)),
     )
 
 

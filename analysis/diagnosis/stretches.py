@@ -219,11 +219,12 @@ def _begun(
     costs = [[(last - first + 1) * step_bytes for first, last in block] for block in blocks]
     cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
     memory = round(_OF_REPORT * max(map(max, costs), default=0))
-    what = text("stretches")
+    what, sizes = text("stretches"), [len(block) for block in blocks]
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch(trace)) if blocks else ""
         arguments = [(tuple(paths), files, block, options, scratch) for block in blocks]
-        results = stack.enter_context(begun(summarize, arguments, cpu_s, memory=memory, what=what, beside=beside))
+        begin = begun(summarize, arguments, cpu_s, memory=memory, what=what, sizes=sizes, beside=beside)
+        results = stack.enter_context(begin)
 
         def summaries() -> list[StretchSummary]:
             try:

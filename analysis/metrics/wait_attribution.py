@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.model.parts import BEGAN_LATE, BLOCKED, LEFT_LATE
-from rankscope.analysis.model.segments import latest
+from rankscope.analysis.model.segments import latest, running_max
 from rankscope.analysis.model.tables import numbers
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.collectors.schema import P2P_OPS
@@ -362,9 +362,7 @@ def _last_met(ops: _Operations, waits: _Waits, ranks: int) -> tuple[Ints, Ints]:
     did not wait for left their lead and lag as they were. Else before all that was recorded.
     """
     best, best_late = np.full(len(waits.op), _NEVER), np.full(len(waits.op), _NEVER)
-    reached = np.empty_like(ops.end)  # ends ascend
-    for low, high in zip(ops.bounds[:-1], ops.bounds[1:], strict=True):
-        reached[low:high] = np.maximum.accumulate(ops.end[low:high])
+    reached = running_max(ops.end, ops.bounds)  # ends ascend
     segment_rank, segment_group = ops.code // ops.groups, ops.code % ops.groups
     for slot in _slots(segment_rank, ops.is_pair[segment_group], ranks):
         group = segment_group[slot[waits.rank]] if len(segment_group) else np.empty(0, np.int64)

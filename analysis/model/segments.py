@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-__all__ = ["latest", "reached_before"]
+__all__ = ["MOST", "latest", "reached_before", "running_max"]
 
-_MOST = 1 << 62  # keys are less
+MOST = 1 << 62  # numbers that put segments one after the other on one axis are less
 
 Ints = NDArray[np.int64]
 
 
 def reached_before(rows: pl.DataFrame, *by: str) -> pl.Series:
-    """Return the latest `end_ns` of the rows before, of those with the same numbers `by`; null for the first.
+    """Return the latest `end_ns` of the rows before, of those with the same numbers `by`.
 
-    Rows with the same numbers follow each other.
+    Null for the first of these, and after one without an end. Rows with the same numbers follow each other.
     """
-    reached = pl.col("end_ns").cum_max().shift(1).over(by)
     if rows.is_empty() or rows["end_ns"].null_count():
-        return rows.select(reached).to_series()
-    ends, is_first = rows["end_ns"].to_numpy(), np.zeros(len(rows), bool)
+        return rows.select(pl.col("end_ns").cum_max().shift(1).over(by)).to_series()
+    is_first = np.zeros(len(rows), bool)
     is_first[0] = True
     for column in by:
         values = rows[column].to_numpy()
         is_first[1:] |= values[1:] != values[:-1]
-    low = int(ends.min())
-    segment, span = np.cumsum(is_first), int(ends.max()) - low + 1
-    if int(segment[-1]) * span >= _MOST - abs(low):
-        return rows.select(reached).to_series()
-    # The segments one after the other on one axis, so that what is reached in one is before all of the next.
-    offset = segment * span - low
-    keys = np.maximum.accumulate(ends + offset)
-    keys -= offset
-    before = pl.Series(np.append(keys[:1], keys[:-1]))
+    reached = running_max(rows["end_ns"].to_numpy(), np.append(np.flatnonzero(is_first), len(rows)))
+    before = pl.Series(np.append(reached[:1], reached[:-1]))
     return pl.select(pl.when(pl.Series(~is_first)).then(before)).to_series()
+
+
+def running_max(values: Ints, bounds: Ints) -> Ints:
+    """Return the largest value of each row's segment up to that row; bounds of segments as in `latest`."""
+    if not len(values):
+        return values
+    low, high = int(values.min()), int(values.max())
+    span, segments = high - low + 1, len(bounds) - 1
+    if segments * span >= MOST:
+        pieces = (values[begin:end] for begin, end in pairwise(bounds.tolist()))
+        return np.concatenate([np.maximum.accumulate(piece) for piece in pieces])
+    # On one axis, so that what is reached in one segment is before all of the next.
+    offset = np.repeat(np.arange(segments) * span - low, np.diff(bounds))
+    return np.asarray(np.maximum.accumulate(values + offset) - offset)
 
 
 def latest(keys: Ints, bounds: Ints, segment: Ints, at: Ints) -> Ints:

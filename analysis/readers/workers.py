@@ -112,14 +112,16 @@ def begun(
     *,
     memory: int = 0,
     what: str = "",
+    sizes: Sequence[int] = (),
     beside: int = 0,
 ) -> Iterator[Iterator[Result | Lost]]:
     """Begin what `each` does, as far as other processes do it, and yield the results.
 
-    What still runs at the end of the context is given up. This process takes `beside` bytes meanwhile.
+    What still runs at the end of the context is given up. This process takes `beside` bytes meanwhile. Each of these
+    arguments has as many of `what` as `sizes` say, else one.
     """
     with _running(task, arguments, cpu_s, _OF_WORKER + memory, beside) as results:
-        yield told(what or text("files"), results, len(arguments))
+        yield told(what or text("files"), results, sum(sizes) if sizes else len(arguments), sizes)
 
 
 def _running(

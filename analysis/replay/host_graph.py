@@ -19,6 +19,7 @@ from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.segments import MOST
 from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
 from rankscope.analysis.text.message import text
@@ -26,7 +27,7 @@ from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
-from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
+from rankscope.analysis.timeline.rank_keys import RankKeys
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -29,9 +29,11 @@ def reached(what: str, done: int, of: int | None = None) -> None:
         listener(what, done, of)
 
 
-def told(what: str, items: Iterable[_Item], of: int) -> Iterator[_Item]:
-    """Yield the items, each done when the next one is asked for."""
-    for done, item in enumerate(items):
+def told(what: str, items: Iterable[_Item], of: int, sizes: Sequence[int] = ()) -> Iterator[_Item]:
+    """Yield the items, each done when the next one is asked for. It counts for as many as `sizes` say, else for one."""
+    done = 0
+    for number, item in enumerate(items):
         reached(what, done, of)
         yield item
+        done += sizes[number] if sizes else 1
     reached(what, of, of)

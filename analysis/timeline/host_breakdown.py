@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.lookup import row_of
 from rankscope.analysis.model.pointers import pointer
+from rankscope.analysis.model.segments import MOST
 from rankscope.analysis.model.tables import in_order, numbers
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
-from rankscope.analysis.timeline.rank_keys import MOST, RankKeys
+from rankscope.analysis.timeline.rank_keys import RankKeys
 from rankscope.collectors.schema import P2P_OPS, REGION_KINDS
 
 try:

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.lookup import row_of
 
-__all__ = ["MOST", "RankKeys"]
-
-MOST = 1 << 62  # keys are less
+__all__ = ["RankKeys"]
 
 Ints = NDArray[np.int64]
 

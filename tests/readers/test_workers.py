@@ -57,7 +57,7 @@ def workers_of_this_process() -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """The command line of a process that runs; of one that another test ended and nobody waited for, none."""
+    """The command line of a process that runs; of one that another test ended, and did not wait for, none."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:  # also one that has ended and was not waited for yet

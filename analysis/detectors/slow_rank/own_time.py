@@ -215,7 +215,7 @@ def _mean_by(of: Ints, values: Floats) -> Floats:
     """Mean over the rows of each number in `of`, in their order."""
     _, count = np.unique(of, return_counts=True)
     sums = np.add.reduceat(values[np.argsort(of, kind="stable")], np.cumsum(count) - count, axis=0)
-    return np.asarray(sums / count.reshape(-1, *[1] * (values.ndim - 1)))
+    return np.asarray(sums / count[:, np.newaxis])
 
 
 def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:

@@ -27,6 +27,7 @@ __all__ = [
     "at_once",
     "between",
     "count_rows",
+    "only",
     "order_of",
     "read_on",
     "read_rows",
@@ -75,7 +76,7 @@ def read_rows(
     The part that is being written has no footer: it is read as a stream. So is a file that was cut.
     """
     rows, problem, _ = read_on(path, closed=closed, columns=columns, within=within)
-    return (_only(rows, within) if rows is not None and within else rows), problem
+    return (only(rows, within) if rows is not None and within else rows), problem
 
 
 def read_on(
@@ -170,7 +171,8 @@ def _opened(source: pa.NativeFile, columns: list[int] | None = None) -> pa.Recor
     return pa.ipc.open_file(source, options=pa.ipc.IpcReadOptions(use_threads=False, included_fields=columns))
 
 
-def _only(rows: pa.Table, within: Within) -> pa.Table:
+def only(rows: pa.Table, within: Within) -> pa.Table:
+    """Return the rows within a time."""
     return between(rows, within.order, [(within.begin_ns, within.end_ns)]).get(0, rows[:0])
 
 

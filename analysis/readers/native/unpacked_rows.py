@@ -195,10 +195,10 @@ class _File:
 
     def compact(self) -> None:
         """Give up what rows that wait were unpacked with."""
-        if self._waiting:
-            self._waiting = [pa.concat_tables(self._waiting).combine_chunks()]
-        if self._writer:
+        if self._waiting and self._writer:
             self._write()
+        elif self._waiting:
+            self._waiting = [pa.concat_tables(self._waiting).combine_chunks()]
 
     def close(self) -> None:
         """Add no more: the file can be read."""
@@ -227,8 +227,6 @@ class _File:
         self._path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        if not self._waiting:
-            return
         self._writer = self._writer or pa.ipc.new_file(str(self._path), self._schema)
         self._writer.write_table(pa.concat_tables(self._waiting).combine_chunks())
         self._waiting = []
