@@ -30,6 +30,7 @@ _ENGLISH: dict[str, str] = {
     "findings": "Findings",
     "findings.none.checked": "No finding. What was checked is healthy: {0}.",
     "findings.none.open": "No finding; the cause of the lost time is unknown. Checks that found nothing: {0}.",
+    "findings.none.here": "No finding in these steps; others show one, see above. Checks that found nothing here: {0}.",
     "findings.none.unchecked": "No finding: nothing could be checked, so the job may not be healthy.",
     "findings.more": "and {0} more, of {1} in total: see the full report",
     "finding.who": "who",

@@ -364,7 +364,9 @@ def no_finding(report: Report) -> str:
     """Return what the absence of findings means, given what was checked."""
     if not report.healthy:
         return say("findings.none.unchecked")
-    return say("findings.none.checked" if is_healthy(report) else "findings.none.open", healthy_items(report))
+    if is_healthy(report):
+        return say("findings.none.checked", healthy_items(report))
+    return say("findings.none.here" if report.status == "green" else "findings.none.open", healthy_items(report))
 
 
 def level(finding: Finding) -> str:

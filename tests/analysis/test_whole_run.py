@@ -86,6 +86,8 @@ def test_steps_that_grow_too_slowly_for_any_stretch_are_a_finding_over_the_run(t
     assert (report.findings, report.history.analyzed) == ((), job.steps)
     found = [(one.detector, one.ranks, one.steps) for one in report.history.findings]
     assert found == [("gradual_slowdown", (), (0, job.steps - 1))] * grows
+    shown = " ".join(terminal.render(report, width=400).split())
+    assert ("No finding in these steps; others show one, see above." in shown) == grows
     for one in report.history.findings:
         assert "what grows is compute" in one.title
         assert one.title in report.verdict
