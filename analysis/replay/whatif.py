@@ -290,14 +290,14 @@ class Rerun:
         """
         if rows not in self._known_spans:
             graph, (own, row, calls) = self.host.graph, self._own_work
-            ranks, found = np.array(rows), []
+            ranks, found, first = np.array(rows), [], self._first_step
             comparable = (calls[ranks] == calls[ranks[0]]).all(axis=0) & (self.role[ranks] == self.role[ranks[0]]).all()
             of_ranks = np.isin(row, ranks)
             nodes, place = own[of_ranks], np.searchsorted(ranks, row[of_ranks])
             labels = _shared(graph.label[nodes], place, len(ranks))
             for label in distinct(labels)[0]:
                 of_label = labels == label
-                some_nodes, step = nodes[of_label], graph.step[nodes[of_label]]
+                some_nodes, step = nodes[of_label], graph.step[nodes[of_label]] - first
                 sections, span = distinct(self.section[some_nodes] * comparable[step])
                 shape = (len(ranks), calls.shape[1], len(sections))
                 at = (place[of_label] * shape[1] + step) * shape[2] + span
@@ -310,6 +310,11 @@ class Rerun:
         return {}
 
     @cached_property
+    def _first_step(self) -> int:
+        step = self.host.graph.step
+        return int(step[step >= 0].min())
+
+    @cached_property
     def _own_work(self) -> tuple[Ints, Ints, Ints]:
         """The nodes of own time that is the rank's work, the row of each in the ranks, and calls by (rank, step)."""
         graph = self.host.graph
@@ -317,8 +322,8 @@ class Rerun:
         late = np.isin(graph.label, [code for code, name in enumerate(graph.labels) if name in (BETWEEN, LAUNCH)])
         own = np.flatnonzero(in_step & ~late)
         row = np.searchsorted(sorted(self.nodes), graph.rank[own])
-        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1), np.int64)
-        np.maximum.at(calls, (row, graph.step[own]), self.section[own])
+        calls = np.zeros((len(self.nodes), int(graph.step.max()) + 1 - self._first_step), np.int64)
+        np.maximum.at(calls, (row, graph.step[own] - self._first_step), self.section[own])
         return own, row, calls
 
     # ---- what takes no time or less
