@@ -92,8 +92,8 @@ def _typer(modules: dict[str, ModuleType], arguments: list[str]) -> None:
 def _use_few_threads() -> None:
     """Keep numpy and polars, not yet imported, in one thread, and Python from looking for garbage.
 
-    A report has a thousand small tables: numpy's threads, which spin, cost 3 % of it, a second one of polars' up to 7 %,
-    and looking for garbage 5 %. Large runs are divided among processes (`analysis/readers/workers.py`).
+    A report has a thousand small tables: numpy's threads, which spin, cost 3 % of it, a second one of polars' up to
+    7 %, and looking for garbage 5 %. Large runs are divided among processes (`analysis/readers/workers.py`).
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("POLARS_MAX_THREADS", "1")

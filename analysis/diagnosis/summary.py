@@ -149,7 +149,7 @@ def waits(timeline: Timeline, costs: Delays) -> tuple[Wait, ...]:
 
 
 def blames(costs: Delays) -> tuple[Blame, ...]:
-    """Return the causes of the longest waits, over the whole run."""
+    """Return the causes of the longest waits, over all that was read."""
     rows = costs.charges.group_by("rank", "part", "label").agg(
         (pl.col("direct_ns") + pl.col("indirect_ns")).sum().alias("waited_ns"), pl.col("blocked_ns").sum()
     )

@@ -60,7 +60,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OthersWaited:
-    """The time that other ranks waited for the late ranks of a finding, over the whole run.
+    """The time that other ranks waited for the late ranks of a finding, over all that was read.
 
     Directly or through others, whatever the late ranks did meanwhile; `ns` is added over the ranks.
     """
@@ -340,7 +340,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """A rank's wait for the last arriver, over all matched collectives of the run.
+    """A rank's wait for the last arriver, over all matched collectives that were read.
 
     `caused_ns` is what all ranks waited because of this one, directly or through others: both have the same sum.
     """
@@ -352,7 +352,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """Wait time by one root cause, over the whole run: one rank took longer over something than the others.
+    """Wait time by one root cause, over all that was read: one rank took longer over something than the others.
 
     Operations may be waited for at once, or while a rank works: `blocked_ns` counts each moment of a rank once, and
     only where it waited. The last one of a report is the rest, of no rank, if there is any.

@@ -249,7 +249,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 def serve() -> None:
     """Run the tasks that come on standard input; their results go to standard output. What they print is an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
-    with os.fdopen(os.dup(1), "wb") as out:
+    with suppress(BrokenPipeError), os.fdopen(os.dup(1), "wb") as out:  # the parent process is gone
         os.dup2(2, 1)
         while True:
             try:

@@ -164,8 +164,8 @@ _ENGLISH: dict[str, str] = {
     "pipeline.shape": "{0}, {1} stages, {2} microbatches",
     # waits
     "waits": "Who waited for whom",
-    "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives of the run. "
-    "The others wait for the rank that waits least.",
+    "waits.means": "Time that each rank waited for the last one to arrive, over all matched collectives that were "
+    "read. The others wait for the rank that waits least.",
     "waits.item": "rank {0}: {1}",
     "waits.least": "least: {0}",
     "waits.median": "median: {0}",

@@ -13,7 +13,7 @@ from rankscope.analysis.text.units import duration, percent
 from rankscope.collectors.counters import GAUGES, UNITS
 from rankscope.dashboard.figures.plots import Figure, axis, bytes_text, colour, figure, round_marks
 
-__all__ = ["HEADLINES", "changing", "lines", "series", "title_of", "words_of"]
+__all__ = ["HEADLINES", "MOST_LINES", "changing", "lines", "series", "title_of", "words_of"]
 
 # What is looked at first, in this order.
 HEADLINES = (
@@ -26,7 +26,8 @@ HEADLINES = (
 )
 _POINTS = 600
 _UNIT = re.compile(r"_(bytes_per_s|bytes|fraction|s|hz|w|c|j)$")
-_LINES = 12
+MOST_LINES = 12
+_IN_ROWS = 4  # names above the chart, as many; more would take its place
 
 
 def changing(counters: pl.DataFrame) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -62,7 +63,7 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
         found.group_by("node", "device")
         .agg((pl.col("value").max() - pl.col("value").min()).alias("range"))
         .sort("range", "node", "device", descending=[True, False, False], nulls_last=True)
-        .head(_LINES)
+        .head(MOST_LINES)
         .sort("node", "device")
     )
     several = found["node"].n_unique() > 1
@@ -103,7 +104,8 @@ def lines(found: pl.DataFrame, name: str, origin_ns: int, last_ns: int, step_end
         for end in step_ends_ns
     ]
     x = axis(text("s since the first event"), range=[0, (last_ns - origin_ns) / 1e9])
-    return figure(traces, x=x, y=y, shapes=shapes)
+    legend = {} if len(traces) <= _IN_ROWS else {"legend": {"x": 1.01, "y": 1, "font": {"size": 11}}}
+    return figure(traces, x=x, y=y, shapes=shapes, **legend)
 
 
 def words_of(name: str) -> str:

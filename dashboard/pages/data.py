@@ -22,7 +22,7 @@ _NARROW, _WIDE = 130, 190  # px
 _DERIVED = {
     "phases": text("Each step cut into parts without gap or overlap: what the rank did when."),
     "breakdown": text("The parts of each step, in ns; they sum to the step."),
-    "waits": text("How long each rank waited for the last one to arrive, over the whole run."),
+    "waits": text("How long each rank waited for the last one to arrive, over all that was read."),
 }
 
 

@@ -85,7 +85,7 @@ def _chosen(run: Run | None, chosen: str | None) -> Children:
 
 
 def _card(run: Run, source: str, name: str) -> Children:
-    return card(figures.title_of(source, name), _plot(run, source, name, height=220))
+    return card(figures.title_of(source, name), _plot(run, source, name, height=300))
 
 
 def _plot(run: Run, source: str, name: str, *, height: int) -> Children:
@@ -99,7 +99,14 @@ def _plot(run: Run, source: str, name: str, *, height: int) -> Children:
     ends = timeline.steps.group_by("step").agg(pl.col("end_ns").max())["end_ns"].sort()
     marks = ends.to_list() if len(ends) <= _MOST_MARKS else []
     found = figures.series(timeline.counters, source, name)
-    return plot(figures.lines(found, name, first, last, marks), height=height)
+    count, shown = found.select("node", "device").n_unique(), figures.MOST_LINES
+    few = text("Shown: {shown} of {count} lines, those that change most.", shown=shown, count=count)
+    return html.Div(
+        [
+            plot(figures.lines(found, name, first, last, marks), height=height),
+            quiet(few) if count > shown else None,
+        ]
+    )
 
 
 page = Page(title=text("Nodes"), order=70, layout=layout, register=register)

@@ -61,7 +61,7 @@ def layout(run: Run, query: Query) -> Children:
             heading(page.title, _MEANING),
             html.Div(controls, className="controls"),
             card("", html.Div(_raster(run, quantity, order))),
-            card(text("Waited for others, over the whole run"), *_waits(run)),
+            card(text("Waited for others"), *_waits(run)),
         ]
     )
 

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -50,6 +52,19 @@ def test_tasks_begin_before_results_are_asked_for_and_are_given_up_with_the_cont
         wait_for(lambda: all(file.exists() for file in files))
         assert len(workers_of_this_process()) == 2
     assert not workers_of_this_process()
+
+
+def test_workers_say_nothing_when_the_process_that_asked_is_gone():
+    """What they would print came into the terminal after the prompt."""
+    code = """
+import os, time
+from rankscope.analysis.readers.workers import begun
+with begun(time.sleep, [(1.0,), (1.0,)], [4.0, 4.0]):
+    time.sleep(0.5)
+    os._exit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=60)  # theirs, too
+    assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def workers_of_this_process() -> list[psutil.Process]:
