@@ -5,8 +5,10 @@ sockets between some nodes get through less than 1 / `min_ratio` of the bytes pe
 others. Among 16 other links or more, which show how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
 that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
 all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
-nodes there is one link only, and it is named where one of its directions is slow. If the run can be replayed, the cost
-is what the replay gains with the others' rate, for as long as the link had data under way.
+nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those that
+carry about as many bytes, which do the same for the job: a socket of a pipeline may share its card with seven others,
+that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with the others' rate,
+for as long as the link had data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
@@ -42,8 +44,8 @@ import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, price, transfer_grid, visible
 from rankscope.analysis.metrics.exposed_communication import held_up, is_bounded
-from rankscope.analysis.metrics.links import busy_links, links_of_sends, nodes_of_groups, pair_rates
-from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, StepGrid, estimate, robust_deviation, sums
+from rankscope.analysis.metrics.links import PairsOfNodes, busy_links, links_of_sends, nodes_of_groups, pairs_of_nodes
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, robust_deviation, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.replay.fixes import Fix
@@ -66,6 +68,7 @@ detector = Detector(
 )
 
 _MANY = 16  # links show how much healthy ones differ
+_Slower = Callable[[float, Floats], bool]  # is a rate slower than these others
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
@@ -120,17 +123,18 @@ def detect(
         raise NotResolvable(text("no traffic between nodes was seen in TCP sockets"))
     grid = transfer.grid
 
-    def slower(rate: float, others: list[float]) -> bool:
+    def slower(rate: float, others: Floats) -> bool:
         usual = float(np.median(others))
-        by_chance = min_z * robust_deviation(np.array(others)) if len(others) >= _MANY else np.inf
+        by_chance = min_z * robust_deviation(others) if len(others) >= _MANY else np.inf
         return usual >= min_ratio * rate or (usual >= min_ratio_of_many * rate and usual - rate >= by_chance)
 
-    slow = _slow_node(busy, slower) or _slow_pair(busy, slower)
+    pairs = pairs_of_nodes(busy)
+    slow = _slow_node(pairs, slower) or _slow_pair(pairs, busy, slower)
     if slow is None and sent is not None and by_nccl:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
     if slow is None:
-        if len(pair_rates(busy)) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
+        if len(pairs) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
                 text(
                     "the only link between the nodes is equally fast in both directions; transfer takes {transfer} "
@@ -259,33 +263,39 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
     return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0])
 
 
-def _slow_node(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
+def _slow_node(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
     """Return the node of which even the fastest link is slower than those among the others."""
-    pairs = pair_rates(busy)
     candidates = []
-    for node in sorted({node for pair in pairs for node in pair}):
-        of_node = [rate for pair, rate in pairs.items() if node in pair]
-        among_others = [rate for pair, rate in pairs.items() if node not in pair]
-        if len(of_node) > 1 and among_others and slower(max(of_node), among_others):
-            candidates.append(_Slow((node,), float(np.median(of_node)), float(np.median(among_others))))
+    for node in np.unique(pairs.nodes).tolist():
+        rate, own, among_others = pairs.against_others(pairs.of(node))
+        if len(own) > 1 and len(among_others) and slower(own.max(), among_others):
+            candidates.append(_Slow((node,), rate, _usual(rate, own, among_others)))
     return max(candidates, key=lambda slow: slow.healthy_rate / slow.rate, default=None)
 
 
-def _slow_pair(busy: pl.DataFrame, slower: Callable[[float, list[float]], bool]) -> _Slow | None:
+def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slow | None:
     """Return the pair of nodes whose link is slower than those of all other pairs.
 
     Of two nodes, than its other direction.
     """
-    pairs = pair_rates(busy)
     if len(pairs) == 1 and len(busy) == 2:
-        slow, healthy = sorted(busy["rate_bytes_per_s"])
-        pair = next(iter(pairs))
-        return _Slow(pair, slow, healthy) if slower(slow, [healthy]) else None
-    pair = min(pairs, key=lambda p: pairs[p])
-    others = [rate for p, rate in pairs.items() if p != pair]
-    if not others or not slower(pairs[pair], others):
+        low, high = sorted(busy["rate_bytes_per_s"])
+        return (
+            _Slow((int(pairs.nodes[0, 0]), int(pairs.nodes[0, 1])), low, high)
+            if slower(low, np.array([high]))
+            else None
+        )
+    _, _, relative = pairs.against_others(np.zeros(len(pairs), bool))
+    one, peer = pairs.nodes[relative.argmin()].tolist()
+    rate, own, others = pairs.against_others(pairs.of(one, peer))
+    if not len(own) or not len(others) or not slower(own[0], others):
         return None
-    return _Slow(pair, pairs[pair], float(np.median(others)))
+    return _Slow((one, peer), rate, _usual(rate, own, others))
+
+
+def _usual(rate: float, own: Floats, others: Floats) -> float:
+    """Return the rate that links would have with what is usual of the others."""
+    return rate * float(np.median(others) / np.median(own))
 
 
 def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.DataFrame | None) -> tuple[Evidence, ...]:

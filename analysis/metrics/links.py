@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
+from rankscope.analysis.metrics.step_matrix import Floats, Ints
 
 __all__ = [
     "ATTAINABLE",
     "LINKS",
+    "PairsOfNodes",
     "busy_links",
     "busy_time",
     "judged_links",
@@ -21,12 +25,15 @@ __all__ = [
     "links_of_sends",
     "nic_speeds",
     "nodes_of_groups",
-    "pair_rates",
+    "pairs_of_nodes",
 ]
 
 ATTAINABLE = 0.8  # of an interface's speed
 _CARRIES = 0.1  # share of a node's traffic from which an interface counts
+_ALIKE = 1.5  # times as many bytes as the next pair of nodes carries: beyond, it does something else for the job
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
+
+Bools = NDArray[np.bool_]
 
 LINKS = pl.Schema(
     {
@@ -170,14 +177,56 @@ def busy_links(links: pl.DataFrame) -> pl.DataFrame:
     return links.filter(pl.col("sent_bytes") >= _TRAFFIC * pl.col("sent_bytes").max(), pl.col("busy_s") > 0)
 
 
+@dataclass(frozen=True, slots=True)
+class PairsOfNodes:
+    """Pairs of nodes between which enough was sent, in order.
+
+    Their slower direction's rate, and their kind: those that carry about as many bytes do the same for the job. What a
+    socket gets through differs by kind: those of a pipeline may share a card, and that of a ring has one for itself.
+    """
+
+    nodes: Ints  # [pair, 2], the lower number first
+    rate: Floats  # bytes per second
+    kind: Ints
+
+    def __len__(self) -> int:
+        return len(self.rate)
+
+    def of(self, *nodes: int) -> Bools:
+        """Say which pairs have all of these nodes."""
+        return np.asarray(np.all([(self.nodes == node).any(axis=1) for node in nodes], axis=0))
+
+    def against_others(self, chosen: Bools) -> tuple[float, Floats, Floats]:
+        """Return the median rate of the chosen pairs; and the rates of these, and of all others, over the usual one.
+
+        That is the median of the others of their kind; chosen pairs of a kind that no other has are left out. Without
+        any, the median is nan.
+        """
+        usual = np.full(int(self.kind.max(initial=-1)) + 1, np.nan)
+        for kind in range(len(usual)):
+            others = self.rate[(self.kind == kind) & ~chosen]
+            if len(others):
+                usual[kind] = np.median(others)
+        relative = self.rate / usual[self.kind]
+        known = chosen & ~np.isnan(relative)
+        rate = float(np.median(self.rate[known])) if known.any() else np.nan
+        return rate, relative[known], relative[~chosen]
+
+
 @once
-def pair_rates(busy: pl.DataFrame) -> dict[tuple[int, int], float]:
-    """Return the slower direction's rate for each pair of nodes."""
-    pairs: dict[tuple[int, int], float] = {}
-    for node, peer, rate in busy.select("node", "peer_node", "rate_bytes_per_s").iter_rows():
-        pair = (min(node, peer), max(node, peer))
-        pairs[pair] = min(rate, pairs.get(pair, rate))
-    return pairs
+def pairs_of_nodes(busy: pl.DataFrame) -> PairsOfNodes:
+    """Return the pairs of the nodes of `busy_links`."""
+    low, high = (
+        busy.select(f("node", "peer_node")).to_series().to_numpy() for f in (pl.min_horizontal, pl.max_horizontal)
+    )
+    width = int(high.max(initial=0)) + 1
+    keys, pair = distinct(low * width + high)
+    rate, most = np.full(len(keys), np.inf), np.zeros(len(keys))
+    np.minimum.at(rate, pair, busy["rate_bytes_per_s"].to_numpy())
+    np.maximum.at(most, pair, busy["sent_bytes"].to_numpy())
+    order, kind = np.argsort(most, kind="stable"), np.empty(len(keys), np.int64)
+    kind[order] = np.cumsum(np.diff(np.log(most[order]), prepend=np.log(most[order[:1]])) > np.log(_ALIKE))
+    return PairsOfNodes(np.stack([keys // width, keys % width], axis=1), rate, kind)
 
 
 def busy_time(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, int, int]:
@@ -199,13 +248,13 @@ def busy_time(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, int, 
 def link_rates(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, float] | None:
     """Bytes per second over the links of one node, or between two, and over the others; None where either is unknown.
 
-    Of two nodes alone the one link's slower direction is compared with the other.
+    The others' is that of their kind (`PairsOfNodes`). Of two nodes alone the one link's slower direction is compared
+    with the other.
     """
     busy = busy_links(links)
-    pairs = pair_rates(busy)
+    pairs = pairs_of_nodes(busy)
     if len(pairs) == 1 and len(busy) == 2:
         low, high = sorted(busy["rate_bytes_per_s"])
-        return (low, high) if set(nodes) <= set(next(iter(pairs))) else None
-    mine = [rate for pair, rate in pairs.items() if set(nodes) <= set(pair)]
-    others = [rate for pair, rate in pairs.items() if not set(nodes) <= set(pair)]
-    return (float(np.median(mine)), float(np.median(others))) if mine and others else None
+        return (low, high) if pairs.of(*nodes).all() else None
+    rate, mine, others = pairs.against_others(pairs.of(*nodes))
+    return (rate, rate * float(np.median(others) / np.median(mine))) if len(mine) and len(others) else None

@@ -518,9 +518,9 @@ def test_uneven_work_is_silent_about_a_persistent_rank():
     assert uneven(job(own)) == []
 
 
-def edges(rates, rtt_s=0.0005):
-    """`links` from {(node, peer): MB/s}, each busy for 1 s."""
-    rows = [(a, b, rate * 1e6, 1.0, rate * 1e6, rtt_s, 0.0001, 0.0) for (a, b), rate in rates.items()]
+def edges(rates, rtt_s=0.0005, sent_mb=100):
+    """`links` from {(node, peer): MB/s}, all of which sent as much."""
+    rows = [(a, b, sent_mb * 1e6, sent_mb / rate, rate * 1e6, rtt_s, 0.0001, 0.0) for (a, b), rate in rates.items()]
     names = ["node", "peer_node", "sent_bytes", "busy_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "retransmits"]
     return pl.DataFrame(rows, names, orient="row")
 
@@ -573,6 +573,21 @@ def test_among_many_links_one_is_slow_if_it_is_clear_of_their_scatter(scatter, f
     rng = random.Random(0)
     rates = {(a, (a + 1) % 20): 70 if 7 in (a, a + 1) else 100 + rng.gauss(0, scatter) for a in range(20)}
     assert [f.nodes for f in linked(edges(rates), nodes=20)] == [(7,)] * found
+
+
+@pytest.mark.parametrize(
+    ("slow", "found"),
+    [([], []), ([(3, 11)], [(3, 11)]), ([(8, 9)], [(8, 9)]), ([(5, 13), (13, 5), (12, 13), (13, 14)], [(13,)])],
+    ids=["healthy", "of the pipeline", "of a ring", "a node"],
+)
+def test_links_are_compared_with_those_that_do_the_same(slow, found):
+    """Two stages of 8 nodes: each node sends 100 MB to its peer of the other stage, 8 ranks at once, so that a socket
+    gets through 290 MB/s, and 400 MB in its stage's ring at 2.4 GB/s. Slow links take twice as long."""
+    pipeline = [way for a in range(8) for way in ((a, a + 8), (a + 8, a))]
+    ring = [(8 * stage + a, 8 * stage + (a + 1) % 8) for stage in range(2) for a in range(8)]
+    kinds = (pipeline, 290, 100), (ring, 2400, 400)
+    each = [edges({way: rate / (1 + (way in slow)) for way in ways}, sent_mb=mb) for ways, rate, mb in kinds]
+    assert [finding.nodes for finding in linked(pl.concat(each), nodes=16)] == found
 
 
 def test_two_nodes_are_judged_by_their_two_directions_only():
