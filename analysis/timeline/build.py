@@ -34,6 +34,7 @@ from rankscope.analysis.timeline.steps import (
     find_steps,
     in_steps,
     judge,
+    misnumbered,
     number_by_operations,
     number_by_time,
     on_device,
@@ -402,9 +403,10 @@ def _comparable_steps(
     if same is not None and same < _AGREE:
         steps = renumber(steps, collectives)
         same = agreement(steps, collectives)
-    if same is None or same >= _AGREE:
+    wrong = misnumbered(steps, collectives, lossy)
+    if same is None or (same >= _AGREE and not wrong):
         return steps, [], []
-    by_operations, left_out = number_by_operations(steps, collectives, lossy)
+    by_operations, left_out = number_by_operations(steps, collectives, wrong)
     if (agreement(by_operations, collectives) or 0) >= _AGREE:
         return by_operations, [], [_renumbered(rank, count) for rank, count in left_out.items()]
     why = text(

@@ -23,6 +23,7 @@ __all__ = [
     "in_steps",
     "judge",
     "last_begun",
+    "misnumbered",
     "number_by_operations",
     "number_by_time",
     "on_device",
@@ -49,7 +50,7 @@ _NOBODY = -1
 _MAIN_THREAD = 0
 _LENGTH = pl.col("end_ns") - pl.col("start_ns")
 _RARE = 20  # an optimizer that runs less often than 1 in 20 of the most frequent one does not make steps
-_NEARLY_ALL, _MOST = 0.9, 0.75
+_NEARLY_ALL, _MOST, _SEVERAL = 0.9, 0.75, 1.5
 _COVERS = 0.8  # share of the optimizers' time from first to last in which the anchor must be seen
 _WARMUP_MIN, _WARMUP_SHARE, _SETTLED = 2, 0.2, 1.5
 _OUTLIER_RATIO, _OUTLIER_MADS, _OUTLIER_SHARE, _OUTLIER_STEPS = 5, 10, 0.02, 5
@@ -124,32 +125,52 @@ def renumber(steps: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def misnumbered(steps: pl.DataFrame, collectives: pl.DataFrame, lossy: set[int]) -> set[int]:
+    """Return those of `lossy` ranks that have a step whose operations are not nearly all in it on the others too."""
+    if not lossy:
+        return set()
+    placed = _numbered_elsewhere(steps, collectives, lossy)
+    wrong = placed.group_by("rank", "step").agg((pl.col("number") == pl.col("step")).mean().alias("_same"))
+    return set(wrong.filter(pl.col("_same") < _NEARLY_ALL)["rank"])
+
+
 def number_by_operations(
     steps: pl.DataFrame, collectives: pl.DataFrame, lossy: set[int]
 ) -> tuple[pl.DataFrame, dict[int, int]]:
     """Return the steps, those of `lossy` ranks with the numbers that their operations have on the others.
 
     Where the records of an optimizer were lost, what a rank takes for a step is two of them, and all that follow have
-    too low a number: of those that an operation has, the highest is right, if only such ranks have it. A step whose
-    operations have nearly all the same gets that; the other steps of these ranks are left out. By rank also how many.
-    A rank of which that would be more than a quarter has other steps than its peers, and stays as it is.
+    too low a number. A step whose operations have nearly all the same gets that, unless it lasts longer than on the
+    others, as several do of which one has operations; the other steps of these ranks are left out. By rank also how
+    many. A rank of which that would be more than a quarter has other steps than its peers, and stays as it is.
     """
-    placed = in_steps(collectives, steps).drop_nulls(["instance_id", "step"])
     by = ["rank", "step"]
     is_lossy = pl.col("rank").is_in(lossy)
-    of_others = pl.col("step").filter(~is_lossy).max().over("instance_id")
-    number = pl.coalesce(of_others, pl.col("step").max().over("instance_id"))
-    there = placed.select(*by, number.alias("number")).filter(is_lossy)
+    there = _numbered_elsewhere(steps, collectives, lossy)
     is_usual = pl.col("number") == pl.col("number").mode().min().over(by)
     known = there.filter(is_usual.mean().over(by) >= _NEARLY_ALL, is_usual).unique()
     known = known.filter(pl.len().over("rank", "number") == 1)
-    fixed = steps.join(known, on=by)
+    usual = steps.filter(~is_lossy).group_by(number="step").agg(_LENGTH.median().alias("_usual"))
+    fixed = steps.join(known, on=by).join(usual, on="number", how="left")
+    fixed = fixed.filter((_SEVERAL * pl.col("_usual") >= _LENGTH).fill_null(True)).drop("_usual")
     counts = steps.group_by("rank").len("steps").join(fixed.group_by("rank").len("kept"), on="rank")
     counts = counts.filter(pl.col("kept") >= _MOST * pl.col("steps")).sort("rank")
     is_fixed = pl.col("rank").is_in(counts["rank"].implode())
     fixed = fixed.filter(is_fixed).with_columns(pl.col("number").cast(STEP_COLUMNS["step"]).alias("step"))
     numbered = pl.concat([steps.filter(~is_fixed), fixed.drop("number")]).sort(by)
     return numbered, dict(counts.select("rank", pl.col("steps") - pl.col("kept")).iter_rows())
+
+
+def _numbered_elsewhere(steps: pl.DataFrame, collectives: pl.DataFrame, lossy: set[int]) -> pl.DataFrame:
+    """(rank, step, number) of each operation of `lossy` ranks: the number of the step in which it is on the others.
+
+    Those of only such ranks have the highest, since steps of which one was lost have too low a number.
+    """
+    placed = in_steps(collectives, steps).drop_nulls(["instance_id", "step"])
+    is_lossy = pl.col("rank").is_in(lossy)
+    of_others = pl.col("step").filter(~is_lossy).max().over("instance_id")
+    number = pl.coalesce(of_others, pl.col("step").max().over("instance_id"))
+    return placed.select("rank", "step", number.alias("number")).filter(is_lossy)
 
 
 def number_by_time(steps: pl.DataFrame, counted: pl.DataFrame) -> pl.DataFrame:
