@@ -279,12 +279,8 @@ def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slo
     Of two nodes, than its other direction.
     """
     if len(pairs) == 1 and len(busy) == 2:
-        low, high = sorted(busy["rate_bytes_per_s"])
-        return (
-            _Slow((int(pairs.nodes[0, 0]), int(pairs.nodes[0, 1])), low, high)
-            if slower(low, np.array([high]))
-            else None
-        )
+        (one, peer), (low, high) = pairs.nodes[0].tolist(), sorted(busy["rate_bytes_per_s"])
+        return _Slow((one, peer), low, high) if slower(low, np.array([high])) else None
     _, _, relative = pairs.against_others(np.zeros(len(pairs), bool))
     one, peer = pairs.nodes[relative.argmin()].tolist()
     rate, own, others = pairs.against_others(pairs.of(one, peer))

@@ -27,7 +27,7 @@ HEADLINES = (
 _POINTS = 600
 _UNIT = re.compile(r"_(bytes_per_s|bytes|fraction|s|hz|w|c|j)$")
 MOST_LINES = 12
-_IN_ROWS = 4  # names above the chart, as many; more would take its place
+_IN_ROWS = 4  # lines whose names fit above the chart; those of more stand beside it
 
 
 def changing(counters: pl.DataFrame) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
