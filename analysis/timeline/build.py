@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import TYPE_CHECKING
 
 import polars as pl
@@ -408,13 +409,22 @@ def _comparable_steps(
         return steps, [], []
     by_operations, left_out = number_by_operations(steps, collectives, wrong)
     if (agreement(by_operations, collectives) or 0) >= _AGREE:
-        return by_operations, [], [_renumbered(rank, count) for rank, count in left_out.items()]
+        unknown = sorted(wrong - left_out.keys())
+        return by_operations, [], [*starmap(_renumbered, left_out.items()), *map(_not_numbered, unknown)]
     why = text(
         "step numbers do not mean the same step on all ranks: only {same} of the collectives "
         "are in the same one; call rankscope.step() at the end of each step",
         same=percent(same),
     )
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)], []
+
+
+def _not_numbered(rank: int) -> Gap:
+    why = text(
+        "records of {rank} were lost: its steps may have other numbers than the same steps of other ranks",
+        rank=phrases.named("rank", [rank]),
+    )
+    return Gap(table="steps", rank=rank, node=None, count=None, why=why)
 
 
 def _renumbered(rank: int, left_out: int) -> Gap:

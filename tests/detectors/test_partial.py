@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from functools import cache
 
+import numpy as np
 import pytest
 
 import rankscope
@@ -204,6 +205,17 @@ def test_a_few_of_many_ranks_that_lost_records_are_numbered_as_the_others(tmp_pa
     assert len(lengths) == 96
     assert max(lengths.values()) < 1.03 * min(lengths.values())
     assert report.findings == ()
+
+
+def test_a_rank_that_lost_too_much_to_be_numbered_is_said_to_be(tmp_path):
+    """Of one of 96 ranks every third optimizer is missing as well: it has a third fewer steps than the others."""
+    job = Job(parallel="pp-nccl", ranks=96, microbatches=4, steps=30, seed=3, lost=0.06)
+    log = run(job, healthy_resources(job))
+    optimizers = [region for region in log.regions if region["kind"] == "optimizer" and 16 in region["rank"]]
+    for region in optimizers[2::3]:
+        region["end_ns"] = np.where(np.asarray(region["rank"]) == 16, np.inf, region["end_ns"])
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    assert {gap.rank for gap in report.gaps if "may have other numbers" in gap.why} == {16}
 
 
 def test_ranks_of_which_no_communication_was_recorded_are_not_healthy(own_run):

@@ -222,7 +222,7 @@ class _File:
         ]
 
     def remove(self) -> None:
-        """Remove the file and what waits: nobody will read it."""
+        """Remove the file and what waits: they are not read any more."""
         self._waiting, self._said = [], []
         self._path.unlink(missing_ok=True)
 
