@@ -140,6 +140,7 @@
       this.fetch();
       this.fetchReadings();
       clearTimeout(this.addressTimer);
+      this.root.dataset.moving = ""; // until the address says what is in view
       this.addressTimer = setTimeout(() => this.writeAddress(), 250);
     }
 
@@ -217,6 +218,7 @@
 
     writeAddress() {
       if (this.stopped || !this.scene) return;
+      delete this.root.dataset.moving;
       const at = (t) => String(this.origin + BigInt(Math.round(t)));
       const list = (chosen, count) => (chosen.size === count ? "all" : [...chosen].join(",")); // thousands would not fit
       const [, groups] = this.scene.groupings[this.by];

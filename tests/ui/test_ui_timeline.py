@@ -495,7 +495,7 @@ class Screen:
             "request", lambda r: None if "//127.0.0.1:" in r.url or r.url.startswith("data:") else self._kept(r.url)
         )
         page.goto(address)
-        page.wait_for_selector("#timeline[data-painted]")
+        self.settle()
 
     def _kept(self, url: str) -> None:
         self.complaints.append(f"asked {url}")
@@ -505,7 +505,11 @@ class Screen:
         painted = self.page.locator("#timeline").get_attribute("data-painted")
         action()
         self.page.wait_for_function(f"document.getElementById('timeline').dataset.painted !== '{painted}'")
-        self.page.wait_for_timeout(350)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the view is painted and in the address."""
+        self.page.wait_for_selector("#timeline[data-painted]:not([data-moving])")
 
     def window(self) -> tuple[int, int]:
         """What the address says is in view, on the run's clock."""
@@ -545,7 +549,11 @@ class Screen:
     def leave(self) -> None:
         """Take the pointer off the canvas, so that what it points at is no longer drawn."""
         self.page.mouse.move(5, 5)
-        self.page.wait_for_timeout(150)
+        self.redrawn()
+
+    def redrawn(self) -> None:
+        """Wait until what was asked for by now is drawn: a frame that had begun, and the next."""
+        self.page.evaluate("() => new Promise((d) => requestAnimationFrame(() => requestAnimationFrame(() => d())))")
 
     def beside(self) -> str:
         return self.page.locator(".rst-side").inner_text()
@@ -586,8 +594,7 @@ def test_the_timeline_opens_on_the_judged_steps(screen, truth):
     assert home == pytest.approx((judged["start_ns"].min(), judged["end_ns"].max()), abs=2)
     screen.page.goto(screen.page.url.split("#")[0])
     screen.page.reload()
-    screen.page.wait_for_selector("#timeline[data-painted]")
-    screen.page.wait_for_timeout(400)
+    screen.settle()
     assert screen.window() == pytest.approx(home, abs=2)
 
 
@@ -609,14 +616,13 @@ def test_zoom_and_pan_do_what_they_say_and_the_address_keeps_the_view(screen, tr
     assert p1 - p0 == pytest.approx(z1 - z0, rel=1e-6)
     assert (p0 - z0) / (z1 - z0) == pytest.approx(0.15, abs=0.001)
     screen.page.reload()
-    screen.page.wait_for_selector("#timeline[data-painted]")
-    screen.page.wait_for_timeout(400)
+    screen.settle()
     assert screen.window() == pytest.approx((p0, p1), abs=2)
 
 
 @pytest.mark.browser
 def test_hovering_names_the_phase_and_a_click_on_an_operation_shows_all_its_ranks(screen, truth):
-    screen.page.wait_for_timeout(400)
+    screen.settle()
     phase = truth.phases.filter((pl.col("rank") == 0) & (pl.col("label") == "backward"))
     phase = phase.sort(pl.col("end_ns") - pl.col("start_ns")).row(-1, named=True)
     middle = screen.spot(0, (phase["start_ns"] + phase["end_ns"]) / 2)
@@ -662,7 +668,7 @@ def test_search_counts_all_matches_and_jumps_to_each(screen, truth):
 
 @pytest.mark.browser
 def test_a_selection_is_summed_up(screen, truth):
-    screen.page.wait_for_timeout(400)
+    screen.settle()
     t0, t1 = screen.window()
     screen.page.keyboard.down("Shift")
     screen.page.mouse.move(*screen.spot(0, t0 + (t1 - t0) * 0.001))
@@ -718,7 +724,7 @@ def test_an_arrow_leads_from_the_late_rank_to_the_one_that_waited(screen, truth)
     assert dot > 20
     assert line > dot_y - tip_y - 1.5 * LINE - 20
     page.keyboard.press("Escape")
-    page.wait_for_timeout(150)
+    screen.redrawn()
     assert drawn() == (0, 0)
 
 
@@ -814,11 +820,11 @@ def test_the_critical_path_underlines_the_rank_that_the_others_wait_for(browser,
             screen = Screen(page, few)
             screen.leave()
             screen.page.get_by_text("critical path: the ranks").wait_for()
-            screen.page.wait_for_timeout(150)
+            screen.redrawn()
             assert drawn(screen, line) >= 1
             assert drawn(screen, 0) == 0
             screen.page.get_by_label("critical path", exact=True).uncheck()
-            screen.page.wait_for_timeout(150)
+            screen.redrawn()
             assert drawn(screen, line) == 0
             assert screen.complaints == []
         finally:
@@ -830,7 +836,6 @@ def test_an_address_with_evidence_opens_its_window(browser, address, truth):
     step = truth.steps.filter((pl.col("rank") == 1) & (pl.col("step") == 5)).row(0, named=True)
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     shown = Screen(page, f"{address}?t0={step['start_ns']}&t1={step['end_ns']}&rank=1")
-    page.wait_for_timeout(400)
     length = step["end_ns"] - step["start_ns"]
     assert shown.window() == pytest.approx(
         (step["start_ns"] - length / 2, step["end_ns"] + length / 2), abs=length / 50
@@ -869,7 +874,6 @@ def test_4096_ranks_open_folded_by_node(browser, served):
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     with served(app) as address:
         shown = Screen(page, address)
-        page.wait_for_timeout(350)
         assert page.evaluate("location.hash").endswith("lanes=&fold=all")
         for ms, ink in ((30, "compute"), (80, "wait"), (230, "compute"), (280, "wait")):
             x, y = shown.spot(0, ms * 1_000_000)
@@ -880,7 +884,7 @@ def test_4096_ranks_open_folded_by_node(browser, served):
         shown.do(lambda: page.mouse.click(x - LABELS / 2, y))
         assert not page.evaluate("location.hash").endswith("fold=all")
         page.reload()
-        page.wait_for_selector("#timeline[data-painted]")
+        shown.settle()
         page.mouse.move(*shown.spot(1, 30_000_000))
         page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
         page.close()
@@ -915,7 +919,6 @@ def test_a_run_opened_again_shows_its_lanes_although_it_is_not_judged(
     with served(create_app(second)) as address:
         shown = Screen(page, f"{address}/timeline")
         page.get_by_text("there is not enough memory").wait_for()
-        page.wait_for_function("location.hash.includes(',')")
         page.mouse.move(*shown.spot(0, sum(shown.window()) / 2))
         page.wait_for_function("document.querySelector('.rst-tip').innerText.includes('rank 0')")
         page.close()
