@@ -342,11 +342,11 @@ def _against_interfaces(
         .group_by("instance_id", "node")
         .agg(pl.col("group_id", "op", "group_size", "size_bytes", "ns").first(), pl.col("end_ns").max())
     )
-    nodes = taking_part["node"].unique().sort().to_list()
-    if any(node not in speeds for node in nodes):
+    of_node = {node: rows for (node,), rows in taking_part.partition_by("node", as_dict=True).items()}
+    if any(node not in speeds for node in of_node):
         return [], nothing
-    rates = {node: _rate(taking_part.filter(pl.col("node") == node)) for node in nodes}
-    node = min(nodes, key=lambda node: rates[node] / speeds[node])
+    rates = {node: _rate(rows) for node, rows in of_node.items()}
+    node = min(sorted(rates), key=lambda node: rates[node] / speeds[node])
     used = rates[node] / speeds[node]
     instances = between["instance_id"]
     if used * min_ratio >= 1:

@@ -83,7 +83,8 @@ def detect(
     needed = max(min_share, min_saved / (whatif.slowdown - 1))
     long = [s for s in shares if shares[s] >= needed and _usually(grid, s, min_usual)]
     findings = (_finding(grid, whatif, s, long, float(np.mean(length))) for s in sorted(long, key=lambda s: -shares[s]))
-    return [f for f in findings if f.lost_ns_per_step > f.uncertainty_ns]
+    least = min_saved * whatif.ideal_step_ns
+    return [f for f in findings if f.lost_ns_per_step > f.uncertainty_ns and f.lost_ns_per_step >= least]
 
 
 def resolution_ns(ops: pl.DataFrame, *, min_saved: float = 0.03, max_error: float = 0.05) -> int:

@@ -33,10 +33,13 @@ def charged_operations(
     if collectives["op"].is_in(P2P_OPS).any():
         return None, []
     node_of = nodes_by_rank(ranks)
-    nodes = sorted({node_of[rank] for rank in grid.ranks if rank in node_of})
-    units = [tuple(row for row, rank in enumerate(grid.ranks) if node_of.get(rank) == node) for node in nodes]
+    units: dict[int, list[int]] = {}  # node -> rows of the grid
+    for row, rank in enumerate(grid.ranks):
+        if rank in node_of:
+            units.setdefault(node_of[rank], []).append(row)
     costs = delays(phases, collectives)
-    return charged(costs, collectives, grid, caused_by_rank(costs)), [unit for unit in units if len(unit) > 1]
+    several = [tuple(units[node]) for node in sorted(units) if len(units[node]) > 1]
+    return charged(costs, collectives, grid, caused_by_rank(costs)), several
 
 
 def latecomer(
