@@ -6,8 +6,8 @@ others. Among 16 other links or more, which show how much links differ by chance
 that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
 all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
 nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those that
-carry about as many bytes, which do the same for the job: a socket of a pipeline may share its card with seven others,
-that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with the others' rate,
+carry about as many bytes over as many sockets, which do the same for the job: a socket of a pipeline may share its card
+with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with the others' rate,
 for as long as the link had data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
@@ -60,6 +60,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("collectives", "tcp"),
     explains=("load_imbalance", "exposed_communication", "low_bandwidth", "pipeline_bubble"),
+    explains_within_error=True,
     # Waiting for a neighbour's transfer is not bound by bytes; what is left of a shorter one may be hidden.
     cost="as_replayed",
     waited_for=False,

@@ -30,7 +30,7 @@ __all__ = [
 
 ATTAINABLE = 0.8  # of an interface's speed
 _CARRIES = 0.1  # share of a node's traffic from which an interface counts
-_ALIKE = 1.5  # times as many bytes as the next pair of nodes carries: beyond, it does something else for the job
+_ALIKE = 1.5  # times as many bytes, or sockets, as the next pair of nodes has: beyond, it does something else
 _TRAFFIC = 0.05  # a direction with less than this share of the busiest one's bytes says nothing about its speed
 
 Bools = NDArray[np.bool_]
@@ -47,7 +47,7 @@ LINKS = pl.Schema(
         "retransmits": pl.Float64,
         "rwnd_limited_s": pl.Float64,
         "window_bytes": pl.Float64,
-        "pairs": pl.Int64,
+        "pairs": pl.Float64,
         "since_ns": pl.Int64,
         "until_ns": pl.Int64,
     }
@@ -64,10 +64,10 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
     `sent_bytes` / `busy_s` is what one socket gets through while it sends, however rarely it does. `rtt_s` is the
     mean round trip, weighted by the bytes that were sent at it; `min_rtt_s` the shortest that any socket ever saw.
     In `rwnd_limited_s` of the busy time the receiver's window was the limit; `window_bytes` is the largest that one
-    offered. `pairs` of a rank and an address sent something. Addresses that no node has are left out. All that is from
-    `since_ns`, null where a socket is new, to `until_ns`.
+    offered. `pairs` of a rank and an address would send as much if all sent alike: (Σ bytes)² / Σ bytes². Addresses
+    that no node has are left out. All that is from `since_ns`, null where a socket is new, to `until_ns`.
 
-    Source: Linux `tcp_info`, RFC 4898.
+    Source: Linux `tcp_info`, RFC 4898; the effective number of shares by Laakso and Taagepera 1979.
     """
     node_of = {address: node for node, own in addresses.items() for address in own}
     by_socket = ["node", "device"]
@@ -91,6 +91,7 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
         .sort(*by_socket, "time_ns")
         .with_columns(*grown, since_ns=since)
         .filter(pl.col("time_ns") > start_ns, (pl.col("since_ns") < end_ns) | pl.col("since_ns").is_null())
+        .with_columns(_of_pair=sent.sum().over(by_socket))
         .group_by(pl.col("node").cast(pl.Int64), "peer_node")
         .agg(
             sent.sum().alias("sent_bytes"),
@@ -101,7 +102,7 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
             pl.col("retransmits").sum(),
             pl.col("rwnd_limited_s").sum(),
             pl.col("window_bytes").max(),
-            pl.col("device").filter(sent > 0).n_unique().alias("pairs"),
+            (sent.sum() ** 2 / (sent * pl.col("_of_pair")).sum()).alias("pairs"),
             pl.when(~pl.col("since_ns").has_nulls()).then(pl.col("since_ns").min()).alias("since_ns"),
             pl.col("time_ns").max().alias("until_ns"),
         )
@@ -114,9 +115,10 @@ def links(counters: pl.DataFrame, addresses: Mapping[int, Iterable[str]], start_
 
 def links_of_sends(sends: pl.DataFrame) -> pl.DataFrame:
     """Return the same columns from what NCCL's proxies sent (`nccl.sends`); what only TCP reports is null."""
+    sent = pl.col("sent_bytes")
     known = (
         sends.group_by("node", "peer_node")
-        .agg(pl.col("sent_bytes", "busy_s").sum(), pl.len().cast(pl.Int64).alias("pairs"))
+        .agg(pl.col("sent_bytes", "busy_s").sum(), (sent.sum() ** 2 / (sent**2).sum()).alias("pairs"))
         .with_columns(rate_bytes_per_s=pl.col("sent_bytes") / pl.col("busy_s"))
         .sort("node", "peer_node")
     )
@@ -181,8 +183,9 @@ def busy_links(links: pl.DataFrame) -> pl.DataFrame:
 class PairsOfNodes:
     """Pairs of nodes between which enough was sent, in order.
 
-    Their slower direction's rate, and their kind: those that carry about as many bytes do the same for the job. What a
-    socket gets through differs by kind: those of a pipeline may share a card, and that of a ring has one for itself.
+    Their slower direction's rate, and their kind: those that carry about as many bytes over as many sockets do the same
+    for the job. What a socket gets through differs by kind: those of a pipeline may share a card, and that of a ring
+    has one for itself.
     """
 
     nodes: Ints  # [pair, 2], the lower number first
@@ -221,11 +224,16 @@ def pairs_of_nodes(busy: pl.DataFrame) -> PairsOfNodes:
     )
     width = int(high.max(initial=0)) + 1
     keys, pair = distinct(low * width + high)
-    rate, most = np.full(len(keys), np.inf), np.zeros(len(keys))
+    rate = np.full(len(keys), np.inf)
     np.minimum.at(rate, pair, busy["rate_bytes_per_s"].to_numpy())
-    np.maximum.at(most, pair, busy["sent_bytes"].to_numpy())
-    order, kind = np.argsort(most, kind="stable"), np.empty(len(keys), np.int64)
-    kind[order] = np.cumsum(np.diff(np.log(most[order]), prepend=np.log(most[order[:1]])) > np.log(_ALIKE))
+    alike = []  # by bytes, and by sockets
+    for column in ("sent_bytes", "pairs"):
+        most = np.zeros(len(keys))
+        np.maximum.at(most, pair, busy[column].to_numpy())
+        order, of = np.argsort(most, kind="stable"), np.empty(len(keys), np.int64)
+        of[order] = np.cumsum(np.diff(np.log(most[order]), prepend=np.log(most[order[:1]])) > np.log(_ALIKE))
+        alike.append(of)
+    _, kind = distinct(alike[0] * (1 + len(keys)) + alike[1])
     return PairsOfNodes(np.stack([keys // width, keys % width], axis=1), rate, kind)
 
 

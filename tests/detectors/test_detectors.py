@@ -518,11 +518,13 @@ def test_uneven_work_is_silent_about_a_persistent_rank():
     assert uneven(job(own)) == []
 
 
-def edges(rates, rtt_s=0.0005, sent_mb=100):
+def edges(rates, rtt_s=0.0005, sent_mb=100, pairs=1.0):
     """`links` from {(node, peer): MB/s}, all of which sent as much."""
-    rows = [(a, b, sent_mb * 1e6, sent_mb / rate, rate * 1e6, rtt_s, 0.0001, 0.0) for (a, b), rate in rates.items()]
+    rows = [
+        (a, b, sent_mb * 1e6, sent_mb / rate, rate * 1e6, rtt_s, 0.0001, 0.0, pairs) for (a, b), rate in rates.items()
+    ]
     names = ["node", "peer_node", "sent_bytes", "busy_s", "rate_bytes_per_s", "rtt_s", "min_rtt_s", "retransmits"]
-    return pl.DataFrame(rows, names, orient="row")
+    return pl.DataFrame(rows, [*names, "pairs"], orient="row")
 
 
 def all_pairs(nodes, slow_pairs, healthy_rate=100, slow_rate=10):
@@ -580,13 +582,18 @@ def test_among_many_links_one_is_slow_if_it_is_clear_of_their_scatter(scatter, f
     [([], []), ([(3, 11)], [(3, 11)]), ([(8, 9)], [(8, 9)]), ([(5, 13), (13, 5), (12, 13), (13, 14)], [(13,)])],
     ids=["healthy", "of the pipeline", "of a ring", "a node"],
 )
-def test_links_are_compared_with_those_that_do_the_same(slow, found):
+@pytest.mark.parametrize(("ring_mb", "ranks"), [(400, 1), (110, 8), (400, 8)])
+def test_links_are_compared_with_those_that_do_the_same(slow, found, ring_mb, ranks):
     """Two stages of 8 nodes: each node sends 100 MB to its peer of the other stage, 8 ranks at once, so that a socket
-    gets through 290 MB/s, and 400 MB in its stage's ring at 2.4 GB/s. Slow links take twice as long."""
+    gets through 290 MB/s, and so much in its stage's ring at 2.4 GB/s. Slow links take twice as long.
+
+    What the links do is told by their bytes, or by how many ranks send these, or both."""
     pipeline = [way for a in range(8) for way in ((a, a + 8), (a + 8, a))]
     ring = [(8 * stage + a, 8 * stage + (a + 1) % 8) for stage in range(2) for a in range(8)]
-    kinds = (pipeline, 290, 100), (ring, 2400, 400)
-    each = [edges({way: rate / (1 + (way in slow)) for way in ways}, sent_mb=mb) for ways, rate, mb in kinds]
+    kinds = (pipeline, 290, 100, ranks), (ring, 2400, ring_mb, 1)
+    each = [
+        edges({way: rate / (1 + (way in slow)) for way in ways}, sent_mb=mb, pairs=n) for ways, rate, mb, n in kinds
+    ]
     assert [finding.nodes for finding in linked(pl.concat(each), nodes=16)] == found
 
 
@@ -616,6 +623,11 @@ def test_links_are_rates_while_busy_and_round_trips_under_traffic():
     assert (row["node"], row["peer_node"], row["sent_bytes"], row["busy_s"]) == (0, 1, 3e6, pytest.approx(0.3))
     assert row["rate_bytes_per_s"] == pytest.approx(10e6)
     assert row["rtt_s"] == pytest.approx(0.002)
+    assert row["pairs"] == 1
+    more = counters.filter(pl.col("name") == "bytes_sent", pl.col("device") == device)
+    more = more.with_columns(device=pl.lit("rank1>10.0.0.2"))
+    both = pl.concat([counters, more.with_columns(pl.col("value") / 3)])
+    assert links(both, {0: ["10.0.0.1"], 1: ["10.0.0.2"]}, 0, 10)["pairs"].item() == pytest.approx(4**2 / (3**2 + 1))
 
 
 def test_links_of_a_job_shorter_than_the_time_between_two_readings_are_known():
