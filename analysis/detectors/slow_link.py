@@ -7,8 +7,8 @@ that is `min_z` robust standard deviations below them: on many nodes most of a t
 all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
 nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those that
 carry about as many bytes over as many sockets, which do the same for the job: a socket of a pipeline may share its card
-with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with the others' rate,
-for as long as the link had data under way.
+with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with
+the others' rate, for as long as the link had data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through

@@ -6,7 +6,8 @@ communication) of its kind, and with that for one stage only. A stage is too lon
 - making this stage ideal saves at least `min_saved` of an ideal step, and
 - at least `min_share` of what making all ideal saves, and
 - it is usually long, in every replica: the median over steps of what it takes longer than the other stages is at least
-  `min_usual` of its mean excess, and the saving is clear of its scatter over the steps.
+  `min_usual` of its mean excess, and
+- what it costs (below) is `min_saved` of an ideal step too, and clear of its scatter over the steps.
 
 A recorded run has these operations where its schedule is one of `torch.distributed.pipelining`: forward and backward of
 each microbatch, and what its neighbours sent. Between nodes their clocks must be known to a tenth of a forward.
