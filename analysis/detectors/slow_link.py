@@ -15,7 +15,7 @@ is free of late peers and late GPUs, and works with RDMA. Besides nodes, single 
 cards of their own: a card is named where all of its links are slow and those among the others are not, else the one
 way. Where how long ranks wait was not recorded, transfers between nodes bound the loss: at least the last one of
 a step is waited for, at most all are. The lower number is reported, the title has the upper one, which must be above
-`min_fraction`.
+`min_fraction`. The detection limit is at least what the slowest link costs without being reported.
 
 **Why it costs time.** A collective is as fast as the slowest link it uses, so all ranks get slower at once, and
 each one's own view shows nothing but long communication. A slow rank is different: its own communication is the
@@ -114,11 +114,7 @@ def detect(
 ) -> list[Finding]:
     """Name the node, the link or the card that is slower than the others, if transfer costs the job time."""
     transfer = _transfer(breakdown, ranks, collectives)
-    sent = None if proxies is None else sends(proxies)
-    by_nccl = sent is not None and len(sent) > 0
-    seen = links_of_sends(sent) if sent is not None and by_nccl else links
-    if seen is None:
-        raise NotResolvable(text("no TCP traffic between nodes was recorded, nor what NCCL's proxies sent"))
+    seen, sent = _seen(links, proxies)
     busy = busy_links(seen)
     if busy.is_empty():
         raise NotResolvable(text("no traffic between nodes was seen in TCP sockets"))
@@ -131,7 +127,7 @@ def detect(
 
     pairs = pairs_of_nodes(busy)
     slow = _slow_node(pairs, slower) or _slow_pair(pairs, busy, slower)
-    if slow is None and sent is not None and by_nccl:
+    if slow is None and sent is not None:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
     if slow is None:
@@ -156,17 +152,31 @@ def detect(
 def resolution_ns(
     breakdown: pl.DataFrame,
     ranks: pl.DataFrame,
+    links: pl.DataFrame | None = None,
     collectives: pl.DataFrame | None = None,
+    proxies: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
 ) -> int:
-    """Return the smallest loss by a slow link that would have been reported."""
+    """Return the smallest loss by a slow link that would have been reported, or what the slowest one costs if more."""
     transfer = _transfer(breakdown, ranks, collectives)
     judged = pl.col("rank").is_in(transfer.grid.ranks)
     unseen = sorted(set(ranks["node"].drop_nulls()) - set(ranks.filter(judged)["node"]))
     if unseen:
         raise NotResolvable(text("no step of {nodes} was seen", nodes=named("node", unseen)))
-    return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns))
+    seen, _ = _seen(links, proxies)
+    slowest_ns = (1 - _slowest(busy_links(seen))) * transfer.bound_ns
+    return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns, slowest_ns))
+
+
+def _seen(links: pl.DataFrame | None, proxies: pl.DataFrame | None) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+    """Return the links between nodes, and what NCCL's proxies sent over them where they say so."""
+    sent = None if proxies is None else sends(proxies)
+    if sent is not None and len(sent):
+        return links_of_sends(sent), sent
+    if links is None:
+        raise NotResolvable(text("no TCP traffic between nodes was recorded, nor what NCCL's proxies sent"))
+    return links, None
 
 
 def _transfer(
@@ -288,6 +298,16 @@ def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slo
     if not len(own) or not len(others) or not slower(own[0], others):
         return None
     return _Slow((one, peer), rate, _usual(rate, own, others))
+
+
+def _slowest(busy: pl.DataFrame) -> float:
+    """Return the rate of the slowest link over the usual one; of two nodes, of its slower direction over the other."""
+    pairs = pairs_of_nodes(busy)
+    if len(pairs) == 1:
+        rates = busy["rate_bytes_per_s"].to_numpy()
+        return float(rates.min() / rates.max())
+    _, _, relative = pairs.against_others(np.zeros(len(pairs), bool))
+    return float(relative.min(initial=1.0))
 
 
 def _usual(rate: float, own: Floats, others: Floats) -> float:

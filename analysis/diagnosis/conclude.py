@@ -129,7 +129,7 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None) -> Seen:
         rate=Rate(ranks=world_size or len(judged.ranks), unit=_unit(timeline), price=price),
         breakdown=tables["breakdown"],
         lead=lead_of(tables["breakdown"], tables["marks"]),
-        hosts_only="device_waits" in tables,
+        device_waits=tables.get("device_waits"),
         profiled=not timeline.kernels.is_empty(),
         code=code,
         aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),

@@ -14,11 +14,11 @@ from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
-from rankscope.analysis.text.units import percent, percent_at_most
+from rankscope.analysis.text.units import duration, percent, percent_at_most
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
 
-__all__ = ["left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown"]
+__all__ = ["devices_wait", "left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown"]
 
 LARGE = 0.05  # share of the step from which a remark mentions a part
 MUCH = 0.2  # share of the step from which it mentions what no check can judge
@@ -44,6 +44,30 @@ def stopped(breakdown: pl.DataFrame) -> str:
         "; hosts are busy with input, garbage collection, compilation or checkpoints for {share} of the step, and "
         "what devices did meanwhile was not recorded",
         share=percent(share),
+    )
+    return said if share >= LARGE else ""
+
+
+def devices_wait(waits: pl.DataFrame, breakdown: pl.DataFrame) -> str:
+    """Return how long devices wait for peers, if long, where only the hosts' time is split into parts.
+
+    In one operation of each step, the longest wait (of `waits`, as `host_stalls.device_waits` has it): a step waits in
+    several, but while it waits in one the device may compute what it needs for the next.
+    """
+    by_step = waits.group_by("rank", "step").agg(pl.col("wait_ns").max())
+    by_rank = by_step.group_by("rank").agg(pl.col("wait_ns").fill_null(0).mean()).sort("wait_ns", "rank")
+    if by_rank.is_empty():
+        return ""
+    mean_ns = by_rank.select(pl.col("wait_ns").mean()).item()
+    share = mean_ns / step_grid(breakdown).step_ns
+    rank, least_ns = by_rank.row(0)
+    said = text(
+        "; by NCCL's durations devices wait for peers for {share} of the step in a single operation (rank {rank} waits "
+        "least: {least}, others up to {most})",
+        share=percent(share),
+        rank=rank,
+        least=duration(least_ns),
+        most=duration(by_rank.row(-1)[1]),
     )
     return said if share >= LARGE else ""
 

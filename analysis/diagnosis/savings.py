@@ -99,8 +99,8 @@ def as_replayed(findings: Sequence[Finding], measure: Measure) -> tuple[list[Fin
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
-    What then costs less than its detector reports, and not clearly anything, is hidden: no finding, but what it may
-    cost at most.
+    What then costs less than its detector reports, clearly so or not clearly anything, is hidden: no finding, but what
+    it may cost at most.
     """
     bounded: list[Finding] = list(findings)
     hidden: list[Healthy] = []
@@ -118,7 +118,7 @@ def as_replayed(findings: Sequence[Finding], measure: Measure) -> tuple[list[Fin
                 continue
             gain_ns, uncertainty_ns = gains[one.fix]
             least_ns = _least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
-            if gain_ns <= uncertainty_ns and gain_ns < least_ns:
+            if gain_ns < least_ns and (gain_ns <= uncertainty_ns or gain_ns + uncertainty_ns < least_ns):
                 bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
                 hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
             else:

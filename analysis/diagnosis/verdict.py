@@ -51,7 +51,7 @@ class Seen:
     rate: Rate
     breakdown: pl.DataFrame
     lead: Lead | None
-    hosts_only: bool
+    device_waits: pl.DataFrame | None  # None: more than the hosts was seen
     profiled: bool  # a profiler's capture, not a run that was recorded
     code: Code
     aside: str  # the headline's note on excluded steps
@@ -169,7 +169,7 @@ def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) 
 
 def _is_bounded(detector: str, seen: Seen) -> bool:
     """Say whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
-    return bool(spec_of(detector).lost_as) and not seen.hosts_only and not seen.breakdown.is_empty()
+    return bool(spec_of(detector).lost_as) and seen.device_waits is None and not seen.breakdown.is_empty()
 
 
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:
@@ -191,7 +191,8 @@ def _remarks(seen: Seen) -> str:
         (
             remarks.unknown(seen.breakdown, seen.code),
             remarks.left_open(seen.breakdown, seen.lead, seen.code),
-            remarks.stopped(seen.breakdown) if seen.hosts_only else "",
+            "" if seen.device_waits is None else remarks.stopped(seen.breakdown),
+            "" if seen.device_waits is None else remarks.devices_wait(seen.device_waits, seen.breakdown),
         ),
     )
 

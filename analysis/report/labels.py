@@ -123,6 +123,8 @@ _ENGLISH: dict[str, str] = {
     "time.mean.marks": "mean over {0}; mean step {1}; what the devices' phases took, and while they had no work what "
     "stopped the host",
     "time.mean.device": "mean over {0}; mean step {1}; what the devices did, and while they idled what the host did",
+    "time.mean.host": "mean over {0}; mean step {1}; the hosts' time only: what devices did meanwhile, waiting for "
+    "peers too, counts as compute",
     "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
     "time.step": "step",
     "time.part": "part",

@@ -189,6 +189,8 @@ def _time(report: Report) -> Section:
         for part, time, share in zip(split.parts, times, percents, strict=True)
     ]
     whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
+    if any(check.detector == "device_time" for check in report.not_checked):
+        whose = "time.mean.host"
     return Section(
         key="time",
         title=say("time"),

@@ -569,6 +569,16 @@ def test_slow_link_speaks_from_half_the_rate_of_the_others(slow_rate, found):
     assert len(linked(all_pairs(3, [{0, 1}, {1, 2}], slow_rate=slow_rate))) == found
 
 
+def test_a_slowest_link_that_is_not_reported_says_what_it_may_cost():
+    """Of 60 ms 40 % where one link gets through 60 MB/s and others 100; 25 % where one way does 60 and the other 80."""
+    tables = job({rank: noisy(100, seed=rank) for rank in range(6)}, transfer=60)
+    said = [tables["breakdown"], tables["ranks"]]
+    alike, slower = all_pairs(3, []), all_pairs(4, [{0, 1}], slow_rate=60)
+    assert slow_link.resolution_ns(*said, alike) < 6 * MS  # 3 % of the step
+    assert slow_link.resolution_ns(*said, slower) == 24 * MS
+    assert slow_link.resolution_ns(*said, edges({(0, 1): 60, (1, 0): 80})) == 15 * MS
+
+
 @pytest.mark.parametrize(("scatter", "found"), [(2, 1), (20, 0)])
 def test_among_many_links_one_is_slow_if_it_is_clear_of_their_scatter(scatter, found):
     """A ring of 20 nodes: of its 20 links the two of node 7 get through 70 MB/s, the others about 100."""

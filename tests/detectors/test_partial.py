@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 
 import rankscope
 from faults import Case, simulated
+from rankscope.analysis.report import terminal
 from record import write
 from simulate import Job, healthy_resources, run
 
@@ -175,6 +177,19 @@ def test_a_node_is_named_though_a_rank_did_not_say_what_it_is(own_run, parallel)
     (finding,) = (one for one in report.findings if one.detector == "slow_rank")
     assert finding.nodes == truth.nodes
     assert [gap.rank for gap in report.gaps if gap.table == "ranks"] == [truth.ranks[0]]
+
+
+def test_where_only_hosts_were_seen_the_verdict_says_how_long_devices_wait(simulate):
+    """Work is uneven, which needs the devices' time to be found; the hosts run ahead and wait for nothing."""
+    path, truth, job = simulate("load_imbalance", 1, "ddp-rccl")
+    report = rankscope.diagnose(rankscope.open(path))
+    assert not_checked(report, "load_imbalance")
+    said = re.search(r"devices wait for peers for ([\d.]+) % of the step in a single operation", report.verdict)
+    assert 0.05 <= float(said[1]) / 100 <= truth.cost_fraction
+    assert report.status == "amber"
+    assert "the hosts' time only" in terminal.render(report, width=2000)
+    healthy = rankscope.diagnose(rankscope.open(write(run(job, healthy_resources(job)), path.parent / "healthy")))
+    assert "devices wait" not in healthy.verdict
 
 
 @pytest.mark.parametrize("seed", [55, 97], ids=["early", "late"])
