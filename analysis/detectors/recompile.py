@@ -1,8 +1,9 @@
 """torch.compile compiles again while the job trains, and the ranks wait meanwhile.
 
 **Signal.** Compilations on the main thread in at least `min_steps` analyzed steps, so after warm-up, that take more
-than `min_fraction` of all analyzed time. Each step counts with its longest compilation over the ranks. One step is
-enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that
+than `min_fraction` of all analyzed time. Each step counts with its longest compilation over the ranks; named are all
+that compile at least half as long as the one that does so longest, also where their devices had work meanwhile. One
+step is enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that
 time.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a compilation counts as far as it
@@ -49,6 +50,7 @@ detector = Detector(
     lost_as=("compile", *AS_WAITING),
 )
 
+_MAIN_THREAD = 0
 _SECOND = r"^compile \S*/[1-9]"
 _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"
 
@@ -80,8 +82,7 @@ def _found(
     several = bool(shows.sum() >= min_steps)
     if not (several or _again(regions)) or longest.mean() < least[several] * grid.step_ns or not shows.any():
         return []
-    per_rank = compiling.mean(axis=1)
-    ranks = tuple(rank for rank, mean in zip(grid.ranks, per_rank, strict=True) if mean >= per_rank.max() / 2)
+    ranks = tuple(sorted({*_most_of(grid, compiling.mean(axis=1)), *_most_of(grid, _on_hosts(grid, regions))}))
     reason = _commonest_reason(regions)
     return [
         Finding(
@@ -105,6 +106,19 @@ def _found(
             **price(grid, over_occurrences(longest, shows)),
         )
     ]
+
+
+def _most_of(grid: StepGrid, per_rank: Floats) -> list[int]:
+    """Return the ranks with at least half of what the rank with most has."""
+    return [rank for rank, own in zip(grid.ranks, per_rank, strict=True) if own >= max(per_rank.max() / 2, 1.0)]
+
+
+def _on_hosts(grid: StepGrid, regions: pl.DataFrame) -> Floats:
+    """Return how long each rank's main thread compiles, ns, also while its device has work or waits for others."""
+    compiles = regions.filter(pl.col("kind") == "compile", pl.col("thread") == _MAIN_THREAD)
+    by_rank = compiles.group_by("rank").agg((pl.col("end_ns") - pl.col("start_ns")).sum())
+    own = dict(by_rank.iter_rows())
+    return np.array([float(own.get(rank, 0)) for rank in grid.ranks])
 
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int:

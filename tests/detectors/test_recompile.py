@@ -28,10 +28,11 @@ def tables(*compiling_ms, own_ms=100, name=SIZE):
         for rank in range(2)
         for part, value in {"compute": own_ms, "compile": ms * rank, "wait": ms * (1 - rank)}.items()
     ]
-    regions = [(1, step * 1000 * MS, (step * 1000 + ms) * MS, "compile", name) for step, ms in enumerate(compiling_ms)]
+    times = [(step * 1000 * MS, (step * 1000 + ms) * MS) for step, ms in enumerate(compiling_ms)]
+    regions = [(1, start, end, "compile", name, 0) for start, end in times]
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
-        pl.DataFrame(regions, ["rank", "start_ns", "end_ns", "kind", "name"], orient="row"),
+        pl.DataFrame(regions, ["rank", "start_ns", "end_ns", "kind", "name", "thread"], orient="row"),
     )
 
 
@@ -40,6 +41,13 @@ def test_compiling_in_two_of_ten_steps_is_a_finding_with_its_reason():
     assert (finding.ranks, finding.steps, finding.lost_ns_per_step) == ((1,), (2, 6), 10 * MS)
     assert finding.where == "tensor 'x' size mismatch at index 0"
     assert finding.fix == "compile"
+
+
+def test_all_ranks_that_compile_are_named_also_those_whose_devices_had_work_meanwhile():
+    parts, regions = tables(0, 0, 50, 0, 0, 0, 50, 0, 0, 0)
+    others = [regions.with_columns(pl.lit(0, pl.Int64).alias("rank"), thread=pl.lit(n, pl.Int64)) for n in (0, 7)]
+    assert [f.ranks for f in recompile.detect(parts, pl.concat([regions, others[0]]))] == [(0, 1)]
+    assert [f.ranks for f in recompile.detect(parts, pl.concat([regions, others[1]]))] == [(1,)]
 
 
 @pytest.mark.parametrize(
