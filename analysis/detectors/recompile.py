@@ -3,8 +3,8 @@
 **Signal.** Compilations on the main thread in at least `min_steps` analyzed steps, so after warm-up, that take more
 than `min_fraction` of all analyzed time. Each step counts with its longest compilation over the ranks; named are all
 that compile at least half as long as the one that does so longest, also where their devices had work meanwhile. One
-step is enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once` of that
-time.
+step is enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once`
+of that time.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a compilation counts as far as it
 is sure that devices waited for it, and is not checked if only all of it were enough.
