@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text.phrases import some_ranges
@@ -189,7 +190,8 @@ def _time(report: Report) -> Section:
         for part, time, share in zip(split.parts, times, percents, strict=True)
     ]
     whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
-    if any(check.detector == "device_time" for check in report.not_checked):
+    is_unseen = any(check.detector == "device_time" for check in report.not_checked)
+    if is_unseen and not set(split.parts) & set(BLOCKED):  # gloo's hosts wait themselves
         whose = "time.mean.host"
     return Section(
         key="time",
