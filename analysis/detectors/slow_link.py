@@ -1,14 +1,15 @@
 """The link of one node, or between two nodes, or a network card is slower than the others.
 
-**Signal.** Blocked time in transfer, after the last rank has arrived, is above `min_fraction` of the step, and the
-sockets between some nodes get through less than 1 / `min_ratio` of the bytes per busy second that they do between
-others. Among 16 other links or more, which show how much links differ by chance, 1 / `min_ratio_of_many` is enough, if
-that is `min_z` robust standard deviations below them: on many nodes most of a transfer is latency. A node is named when
-all of its links are slow and those among the other nodes are not; otherwise the link between two nodes is. With two
-nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those that
-carry about as many bytes over as many sockets, which do the same for the job: a socket of a pipeline may share its card
-with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains with
-the others' rate, for as long as the link had data under way.
+**Signal.** Blocked time in transfer, after the last rank has arrived, is above `min_fraction` of the step, of all ranks
+or of those at the link, for which the others of a pipeline wait, and the sockets between some nodes get through less
+than 1 / `min_ratio` of the bytes per busy second that they do between others. Among 16 other links or more, which show
+how much links differ by chance, 1 / `min_ratio_of_many` is enough, if that is `min_z` robust standard deviations below
+them: on many nodes most of a transfer is latency. A node is named when all of its links are slow and those among the
+other nodes are not; otherwise the link between two nodes is. With two nodes there is one link only, and it is named
+where one of its directions is slow. Links are compared with those that carry about as many bytes over as many sockets,
+which do the same for the job: a socket of a pipeline may share its card with seven others, that of a ring has one for
+itself. If the run can be replayed, the cost is what the replay gains with the others' rate, for as long as the link had
+data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
@@ -37,7 +38,7 @@ measured between network namespaces with a shaped link.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
@@ -70,6 +71,7 @@ detector = Detector(
 
 _MANY = 16  # links show how much healthy ones differ
 _Slower = Callable[[float, Floats], bool]  # is a rate slower than these others
+_MORE = 2.0  # times as long as the median rank: then the ranks at a link are blocked, and the others wait for them
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
@@ -88,11 +90,15 @@ class _Slow:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """Time per step for which transfers block a rank (median over ranks); an upper bound if it was not recorded."""
+    """Time per step for which transfers block a rank (median over ranks); an upper bound if it was not recorded.
+
+    `nodes`: it is that of their ranks, which are blocked for longer than the others; empty: of all.
+    """
 
     grid: StepGrid
     ns: Estimate
     most_ns: float | None
+    nodes: tuple[int, ...] = ()
 
     @property
     def bound_ns(self) -> float:
@@ -130,6 +136,8 @@ def detect(
     if slow is None and sent is not None:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
+    elif slow is not None:
+        transfer = _at(slow.nodes, transfer, breakdown, ranks, collectives)
     if slow is None:
         if len(pairs) == 1 and transfer.bound_ns >= min_fraction * grid.step_ns:
             raise NotResolvable(
@@ -165,7 +173,8 @@ def resolution_ns(
     if unseen:
         raise NotResolvable(text("no step of {nodes} was seen", nodes=named("node", unseen)))
     seen, _ = _seen(links, proxies)
-    slowest_ns = (1 - _slowest(busy_links(seen))) * transfer.bound_ns
+    nodes, relative = _slowest(busy_links(seen))
+    slowest_ns = (1 - relative) * _at(nodes, transfer, breakdown, ranks, collectives).bound_ns
     return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns, slowest_ns))
 
 
@@ -189,15 +198,30 @@ def _transfer(
     if ranks["node"].n_unique() < 2:
         raise NotResolvable(text("all ranks that were seen run on one node"))
     grid = transfer_grid(breakdown, FEW_STEPS, collectives)
+    mine = np.isin(grid.ranks, of or grid.ranks)
     if collectives is not None and is_bounded(collectives):
         across = nodes_of_groups(collectives, ranks).filter(pl.col("nodes") > 1)["group_id"]
         rows = held_up(collectives, breakdown.clear()).filter(pl.col("group_id").is_in(across.implode()))
-        mine = np.isin(grid.ranks, of or grid.ranks)
         least, most = (
             estimate(np.median(sums(grid, rows, column)[mine], axis=0), TRIM) for column in ("least_ns", "exposed_ns")
         )
         return _Transfer(grid, least, most.ns)
-    return _Transfer(grid, estimate(np.median(grid.of("transfer"), axis=0), TRIM), None)
+    return _Transfer(grid, estimate(np.median(grid.of("transfer")[mine], axis=0), TRIM), None)
+
+
+def _at(
+    nodes: tuple[int, ...],
+    transfer: _Transfer,
+    breakdown: pl.DataFrame,
+    ranks: pl.DataFrame,
+    collectives: pl.DataFrame | None,
+) -> _Transfer:
+    """Return the transfer of the ranks on these nodes if they are blocked for much longer, else as it is, of all."""
+    there = set(ranks.filter(pl.col("node").is_in(nodes))["rank"]) & set(transfer.grid.ranks)
+    if not there:
+        return transfer
+    theirs = _transfer(breakdown, ranks, collectives, tuple(sorted(there)))
+    return replace(theirs, nodes=nodes) if theirs.bound_ns > _MORE * transfer.bound_ns else transfer
 
 
 def _finding(
@@ -222,7 +246,11 @@ def _finding(
         if not is_node:
             what = text("link between node {node} and node {peer}", node=one, peer=other)
     if transfer.most_ns is None:
-        cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=duration(transfer.ns.ns))
+        blocked = duration(transfer.ns.ns)
+        cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=blocked)
+        if transfer.nodes:
+            on = named("node", sorted(transfer.nodes))
+            cost = text("ranks on {nodes} are blocked {transfer} per step while bytes move", nodes=on, transfer=blocked)
     else:
         cost = text(
             "transfers between nodes take {transfer} per step, up to {lost} more than at that rate",
@@ -300,14 +328,16 @@ def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slo
     return _Slow((one, peer), rate, _usual(rate, own, others))
 
 
-def _slowest(busy: pl.DataFrame) -> float:
-    """Return the rate of the slowest link over the usual one; of two nodes, of its slower direction over the other."""
+def _slowest(busy: pl.DataFrame) -> tuple[tuple[int, ...], float]:
+    """Return the nodes of the slowest link, and its rate over the usual one; of two nodes, over the other direction."""
     pairs = pairs_of_nodes(busy)
+    if not len(pairs):
+        return (), 1.0
     if len(pairs) == 1:
         rates = busy["rate_bytes_per_s"].to_numpy()
-        return float(rates.min() / rates.max())
+        return tuple(pairs.nodes[0].tolist()), float(rates.min() / rates.max())
     _, _, relative = pairs.against_others(np.zeros(len(pairs), bool))
-    return float(relative.min(initial=1.0))
+    return tuple(pairs.nodes[relative.argmin()].tolist()), float(relative.min())
 
 
 def _usual(rate: float, own: Floats, others: Floats) -> float:

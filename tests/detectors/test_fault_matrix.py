@@ -143,6 +143,20 @@ def test_slow_link_of_a_pipeline_costs_what_its_stages_idle_for_and_the_bubble_f
     assert [(f.detector, f.caused_by) for f in others] == [("pipeline_bubble", "slow_link")]
 
 
+def test_slow_link_of_a_node_among_the_replicas_of_a_pipeline_is_found(tmp_path):
+    """Each stage has 4 nodes. Most ranks are not blocked by the link of node 2; they wait for those that are."""
+    job = replace(JOB, parallel="pp-gpipe", ranks=128, steps=8, microbatches=4, gradient_bytes=5e6)
+    healthy, slow = healthy_resources(job), healthy_resources(job)
+    slow.nic = np.where(np.arange(16) == 2, slow.nic / 6, slow.nic)
+    log = run(job, slow)
+    first, *_ = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert (first.detector, first.nodes) == ("slow_link", (2,))
+    assert "ranks on node 2 are blocked" in first.title
+    assert first.lost_ns_per_step == pytest.approx(step_ns(log) - step_ns(run(job, healthy)), rel=0.1)
+    report = rankscope.diagnose(rankscope.open(write(run(job, healthy), tmp_path / "healthy")))
+    assert "slow_link" in {check.detector for check in report.healthy}
+
+
 def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_fixed(tmp_path):
     """Ranks of the first and of the third stage: much of what each takes longer is hidden behind other stages."""
     job = replace(JOB, parallel="pp-1f1b")
