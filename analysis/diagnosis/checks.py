@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, refuse_unseen
+from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, detectors, refuse_unseen
 from rankscope.analysis.diagnosis.operations import CHECKS
 from rankscope.analysis.diagnosis.pieces import STAGES, UNEVEN
 from rankscope.analysis.metrics.step_matrix import step_grid
@@ -25,7 +25,7 @@ from rankscope.analysis.text.progress import told
 from rankscope.collectors.schema import LEFT_OFF, P2P_OPS
 from rankscope.errors import NotResolvable
 
-__all__ = ["ask"]
+__all__ = ["ask", "least_fraction"]
 
 _Answer = TypeVar("_Answer")
 
@@ -77,6 +77,12 @@ def ask(
             unchecked = answers[name] = NotChecked(detector=name, why=why, unclear=True)
             not_checked.append(unchecked)
     return findings, healthy, not_checked
+
+
+def least_fraction(name: str, tables: Tables) -> float:
+    """Return the share of the step from which on a detector reports, as it judges this source."""
+    detect, _ = _of_ops(name, tables) or (detectors()[name].detect, None)
+    return float(inspect.signature(detect).parameters["min_fraction"].default)
 
 
 def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Callable[..., int]] | None:

@@ -14,7 +14,7 @@ import polars as pl
 from rankscope.analysis.detectors import detectors, spec_of
 from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
-from rankscope.analysis.diagnosis.checks import ask
+from rankscope.analysis.diagnosis.checks import ask, least_fraction
 from rankscope.analysis.diagnosis.judged_tables import judged_tables
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.savings import (
@@ -76,7 +76,7 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
     measure = cache(lambda: measure_of(run, tables["breakdown"], timeline))
     costs = cache(lambda: delays(timeline.phases, timeline.collectives))
     measured, healthy, not_checked = ask(detectors(), tables, said, reasons)
-    found, hidden = as_replayed(measured, measure)
+    found, hidden = as_replayed(measured, measure, lambda kind: least_fraction(kind, tables))
     healthy = with_hidden(healthy, hidden, found, not_checked)
     replays = replays or len(found) > 1 or any(spec_of(one.detector).cost != "measured" for one in found)
     findings, fidelity = with_gains(tuple(found), measure) if replays else (tuple(found), None)

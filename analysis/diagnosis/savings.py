@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 
 import polars as pl
 
-from rankscope.analysis.detectors import detectors, severity, spec_of, specs
+from rankscope.analysis.detectors import severity, spec_of, specs
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.metrics.wait_attribution import Delays
 from rankscope.analysis.model.finding import (
@@ -94,13 +93,15 @@ def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
         return Unreplayable(why)
 
 
-def as_replayed(findings: Sequence[Finding], measure: Measure) -> tuple[list[Finding], list[Healthy]]:
+def as_replayed(
+    findings: Sequence[Finding], measure: Measure, least_fraction: Callable[[str], float]
+) -> tuple[list[Finding], list[Healthy]]:
     """Return the findings: those that can be replayed, and what makes them so, at no more than their fix brings.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
     Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
     What then costs less than its detector reports, clearly so or not clearly anything, is hidden: no finding, but what
-    it may cost at most.
+    it may cost at most. `least_fraction`: the share of the step from which on a detector reports.
     """
     bounded: list[Finding] = list(findings)
     hidden: list[Healthy] = []
@@ -117,18 +118,13 @@ def as_replayed(findings: Sequence[Finding], measure: Measure) -> tuple[list[Fin
             if one.fix not in gains or not one.lost_ns_per_step:
                 continue
             gain_ns, uncertainty_ns = gains[one.fix]
-            least_ns = _least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
+            least_ns = least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
             if gain_ns < least_ns and (gain_ns <= uncertainty_ns or gain_ns + uncertainty_ns < least_ns):
                 bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
                 hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
             else:
                 bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
     return bounded, hidden
-
-
-def _least_fraction(kind: str) -> float:
-    """Return the share of the step from which on this detector reports."""
-    return float(inspect.signature(detectors()[kind].detect).parameters["min_fraction"].default)
 
 
 def with_hidden(
