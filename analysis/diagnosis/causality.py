@@ -71,7 +71,7 @@ def _follows(finding: Finding, cause: Finding) -> bool:
     """Say whether a finding is explained by one that can bring it about and costs enough."""
     spec = spec_of(cause.detector)
     about_the_same = not finding.ranks or not cause.ranks or bool(set(finding.ranks) & set(cause.ranks))
-    within = finding.uncertainty_ns + cause.uncertainty_ns if spec.explains_within_error else 0
+    within = finding.uncertainty_ns if spec.explains_within_error else 0
     costs_no_more = finding.lost_ns_per_step * spec.explains_share <= cause.lost_ns_per_step + within
     return finding.detector in _explained(finding, cause, spec) and about_the_same and costs_no_more
 

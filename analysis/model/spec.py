@@ -28,7 +28,7 @@ class Detector:
     explains_late: the same, where its finding names just the ranks of one that names late ranks in few steps.
     explains_by_part: the same, by the part of the step that is its finding's `where`; for these parts, instead.
     explains_share: the share of what another finding costs that its own must cost to explain it.
-    explains_within_error: its cost is measured otherwise than that of what follows, and may differ by both errors.
+    explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.
     cost: "measured" by itself; or that and at most what its fix brings in a replay ("bounded"), or just what its fix
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
     has_other_fixes: the fix that is replayed is one of several, so that its findings rank by what they cost.
