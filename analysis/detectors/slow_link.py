@@ -173,7 +173,8 @@ def resolution_ns(
     if unseen:
         raise NotResolvable(text("no step of {nodes} was seen", nodes=named("node", unseen)))
     seen, _ = _seen(links, proxies)
-    nodes, relative = _slowest(busy_links(seen))
+    busy = busy_links(seen)
+    nodes, relative = _slowest(pairs_of_nodes(busy), busy)
     slowest_ns = (1 - relative) * _at(nodes, transfer, breakdown, ranks, collectives).bound_ns
     return visible(transfer.grid, max(min_fraction * transfer.grid.step_ns, transfer.ns.half_width_ns, slowest_ns))
 
@@ -317,20 +318,18 @@ def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slo
 
     Of two nodes, than its other direction.
     """
+    nodes, _ = _slowest(pairs, busy)
     if len(pairs) == 1 and len(busy) == 2:
-        (one, peer), (low, high) = pairs.nodes[0].tolist(), sorted(busy["rate_bytes_per_s"])
-        return _Slow((one, peer), low, high) if slower(low, np.array([high])) else None
-    _, _, relative = pairs.against_others(np.zeros(len(pairs), bool))
-    one, peer = pairs.nodes[relative.argmin()].tolist()
-    rate, own, others = pairs.against_others(pairs.of(one, peer))
+        low, high = sorted(busy["rate_bytes_per_s"])
+        return _Slow(nodes, low, high) if slower(low, np.array([high])) else None
+    rate, own, others = pairs.against_others(pairs.of(*nodes))
     if not len(own) or not len(others) or not slower(own[0], others):
         return None
-    return _Slow((one, peer), rate, _usual(rate, own, others))
+    return _Slow(nodes, rate, _usual(rate, own, others))
 
 
-def _slowest(busy: pl.DataFrame) -> tuple[tuple[int, ...], float]:
+def _slowest(pairs: PairsOfNodes, busy: pl.DataFrame) -> tuple[tuple[int, ...], float]:
     """Return the nodes of the slowest link, and its rate over the usual one; of two nodes, over the other direction."""
-    pairs = pairs_of_nodes(busy)
     if not len(pairs):
         return (), 1.0
     if len(pairs) == 1:
