@@ -21,7 +21,7 @@ from rankscope.analysis.model.finding import (
     RunFinding,
 )
 from rankscope.analysis.model.money import is_standstill
-from rankscope.analysis.model.parts import PART_ORDER
+from rankscope.analysis.model.parts import BLOCKED, PART_ORDER
 
 __all__ = [
     "Breakdown",
@@ -74,6 +74,12 @@ def breakdown(parts: Iterable[Part]) -> Breakdown:
         return Breakdown(parts=(), rows={})
     rows = {rank: tuple(by_rank[rank].get(name, 0) for name in order) for rank in sorted(by_rank)}
     return Breakdown(parts=tuple(order), rows=rows)
+
+
+def is_of_hosts(report: Report, split: Breakdown) -> bool:
+    """Say whether the parts are the hosts' time alone, in which devices may have waited for peers."""
+    is_unseen = any(check.detector == "device_time" for check in report.not_checked)
+    return is_unseen and not set(split.parts) & set(BLOCKED)  # gloo's hosts wait themselves
 
 
 def extreme_ranks(split: Breakdown, findings: Sequence[Finding], limit: int) -> list[int]:

@@ -125,6 +125,7 @@ _ENGLISH: dict[str, str] = {
     "time.mean.device": "mean over {0}; mean step {1}; what the devices did, and while they idled what the host did",
     "time.mean.host": "mean over {0}; mean step {1}; the hosts' time only: what devices did meanwhile, waiting for "
     "peers too, counts as compute",
+    "time.compute.host": "the host works or waits; what its device does meanwhile is not known",
     "time.none": "No step could be split into its parts: this needs steps and what the ranks did in them.",
     "time.step": "step",
     "time.part": "part",
@@ -355,7 +356,10 @@ def part_short(part: str) -> str:
     return spoken(known.short) if known and known.short else part_label(part)
 
 
-def part_meaning(part: str) -> str:
+def part_meaning(part: str, *, of_hosts: bool) -> str:
+    """Return what a part is; `of_hosts`: where the hosts' time alone was seen."""
+    if of_hosts and part == "compute":
+        return say("time.compute.host")
     return spoken(PARTS[part].means) if part in PARTS else ""
 
 

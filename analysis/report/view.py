@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
-from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text.phrases import some_ranges
@@ -185,14 +184,13 @@ def _time(report: Report) -> Section:
         Column(key=key, title=title, is_number=key in ("unit", "share"))
         for key, title in zip(names, titles, strict=True)
     ]
+    of_hosts = digest.is_of_hosts(report, split)
     rows = [
-        (part_label(part), time, share or "", part_meaning(part))
+        (part_label(part), time, share or "", part_meaning(part, of_hosts=of_hosts))
         for part, time, share in zip(split.parts, times, percents, strict=True)
     ]
     whose = "time.mean.device" if report.device else "time.mean.marks" if report.phases else "time.mean"
-    is_unseen = any(check.detector == "device_time" for check in report.not_checked)
-    if is_unseen and not set(split.parts) & set(BLOCKED):  # gloo's hosts wait themselves
-        whose = "time.mean.host"
+    whose = "time.mean.host" if of_hosts else whose
     return Section(
         key="time",
         title=say("time"),

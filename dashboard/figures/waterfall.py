@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rankscope.analysis.model.digest import Breakdown
+from rankscope.analysis.model.digest import Breakdown, is_of_hosts
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.report.view import ShownTable
@@ -41,7 +41,7 @@ def waterfall(report: Report, split: Breakdown, shown: ShownTable) -> list[Bar]:
     name, whole, *_ = shown.total
     bars = list(_parts(split.parts, sums, shown))
     bars.append(_bar("sum", "step", name, text("the parts above add up to it"), 1.0, whole))
-    if MIXED not in split.parts:  # else it is not known how much of it is work
+    if MIXED not in split.parts and not is_of_hosts(report, split):  # else it is not known how much of it is work
         useful = sum(ns for part, ns in zip(split.parts, sums, strict=True) if part in USEFUL) / total
         said = text("if nothing but work were left: no waiting, no transfer that is not hidden, no overhead")
         time = scale.row([round(useful * total)], divisor=ranks)[1]

@@ -219,16 +219,16 @@ def _steps(report: Report) -> list[Children]:
 
 def _ranks(report: Report, split: digest.Breakdown) -> list[Children]:
     drawn = charts.ranks_beside_each_other(report, split)
-    shown = [Chart(drawn.chart, title=say("time.per_rank")), _legend(split)]
+    shown = [Chart(drawn.chart, title=say("time.per_rank")), _legend(report, split)]
     return [*shown, quiet(drawn.caption)] if drawn.caption else shown
 
 
-def _legend(split: digest.Breakdown) -> Children:
+def _legend(report: Report, split: digest.Breakdown) -> Children:
     return html.Ul(
         [
             html.Li(
                 [html.I(style={"background": f"var(--{part}, var(--other))"}), part_label(part)],
-                title=part_meaning(part),
+                title=part_meaning(part, of_hosts=digest.is_of_hosts(report, split)),
             )
             for part in split.parts
         ],

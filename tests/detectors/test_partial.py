@@ -12,7 +12,10 @@ import pytest
 
 import rankscope
 from faults import Case, simulated
+from rankscope.analysis.model import digest
 from rankscope.analysis.report import terminal
+from rankscope.analysis.report.view import view_of
+from rankscope.dashboard.figures.waterfall import waterfall
 from record import write
 from simulate import Job, healthy_resources, run
 
@@ -187,7 +190,12 @@ def test_where_only_hosts_were_seen_the_verdict_says_how_long_devices_wait(simul
     said = re.search(r"devices wait for peers for ([\d.]+) % of the step in a single operation", report.verdict)
     assert 0.05 <= float(said[1]) / 100 <= truth.cost_fraction
     assert report.status == "amber"
-    assert "the hosts' time only" in terminal.render(report, width=2000)
+    assert "the hosts' time only" in (printed := terminal.render(report, width=2000))
+    assert "what its device does meanwhile is not known" in printed
+    assert "no communication seen in flight" not in printed
+    (shown,) = view_of(report).of("time")
+    bars = waterfall(report, digest.breakdown(report.breakdown), shown.table)
+    assert "work only" not in [str(bar.label) for bar in bars]  # it is not known how much of it is work
     healthy = rankscope.diagnose(rankscope.open(write(run(job, healthy_resources(job)), path.parent / "healthy")))
     assert "devices wait" not in healthy.verdict
 
