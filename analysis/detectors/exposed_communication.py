@@ -315,8 +315,9 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, behind: str
         advice=joined(" ", (_ADVICE[one.kind], _limit(one, behind))),
         groups=one.groups,
         fix=None if one.is_bound else f"overlap:{one.sort}:{one.op}",
+        gain_why=text("at most what it costs, any part of which may be waiting for peers") if one.is_bound else None,
         evidence=longest_rows(one.rows, "collectives"),
-        **price(grid, lost, lost.ns if one.is_bound else None),
+        **price(grid, lost),
     )
 
 

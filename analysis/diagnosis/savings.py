@@ -99,32 +99,46 @@ def as_replayed(
     """Return the findings: those that can be replayed, and what makes them so, at no more than their fix brings.
 
     What takes longer is partly hidden where ranks meet several times in a step, or behind another pipeline stage.
-    Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others are fixed.
+    Of several, fixing one alone may bring nothing: each costs what fixing it brings when the others of its kind are
+    fixed; or those of all kinds, where it is hidden behind these, so that without them it brings less than half of it.
     What then costs less than its detector reports, clearly so or not clearly anything, is hidden: no finding, but what
     it may cost at most. `least_fraction`: the share of the step from which on a detector reports.
     """
     bounded: list[Finding] = list(findings)
     hidden: list[Healthy] = []
-    for kind in [name for name, spec in specs().items() if spec.cost != "measured"]:
-        of_kind = [f for f in findings if f.detector == kind and f.fix and f.chance is None]
-        fixes = list(dict.fromkeys(one.fix for one in of_kind if one.fix))
-        if not fixes or len(fixes) != len(of_kind) or len(fixes) > _REPLAYED:
-            continue
-        run = measure()
-        if isinstance(run, Unreplayable):
-            break
-        gains = _brings(fixes, run)
-        for one in of_kind:
-            if one.fix not in gains or not one.lost_ns_per_step:
+    by_kind = {kind: _with_fixes(kind, findings) for kind, spec in specs().items() if spec.cost != "measured"}
+    kinds = {kind: by_fix for kind, by_fix in by_kind.items() if by_fix}
+    run = measure() if kinds else None
+    if run is None or isinstance(run, Unreplayable):
+        return bounded, hidden
+    every = list(dict.fromkeys(fix for by_fix in kinds.values() for fix in by_fix))
+    beside_all = _brings(every, run) if len(kinds) > 1 and len(every) <= _REPLAYED else {}
+    for kind, by_fix in kinds.items():
+        for fix, beside_kind in _brings(list(by_fix), run).items():
+            one = by_fix[fix]
+            if not one.lost_ns_per_step:
                 continue
-            gain_ns, uncertainty_ns = gains[one.fix]
             least_ns = least_fraction(kind) * one.lost_ns_per_step / one.lost_fraction
-            if gain_ns < least_ns and (gain_ns <= uncertainty_ns or gain_ns + uncertainty_ns < least_ns):
-                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
+            gain_ns, uncertainty_ns = beside_all.get(fix, beside_kind)
+            if beside_kind[0] > _HALF * gain_ns:
+                gain_ns, uncertainty_ns = beside_kind
+            if _is_too_little(gain_ns, uncertainty_ns, least_ns):
+                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, fix)]
                 hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
             else:
                 bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
     return bounded, hidden
+
+
+def _with_fixes(kind: str, findings: Sequence[Finding]) -> dict[str, Finding]:
+    """Return the findings of a kind by the fix that is replayed for each. None where one serves several, or of many."""
+    of_kind = [one for one in findings if one.detector == kind and one.fix and one.chance is None]
+    by_fix = {one.fix: one for one in of_kind if one.fix}
+    return by_fix if len(by_fix) == len(of_kind) <= _REPLAYED else {}
+
+
+def _is_too_little(gain_ns: float, uncertainty_ns: float, least_ns: float) -> bool:
+    return gain_ns < least_ns and (gain_ns <= uncertainty_ns or gain_ns + uncertainty_ns < least_ns)
 
 
 def with_hidden(

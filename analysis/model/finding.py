@@ -427,6 +427,11 @@ class PredictedFix:
     finding: str | None = None
     finding_lost_ns: int | None = None
 
+    @property
+    def fixes(self) -> list[str]:
+        """The single fixes, of which several are written `input + rank:8`."""
+        return self.fix.split(" + ")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:

@@ -58,7 +58,7 @@ def sweep(run: Replay, findings: Sequence[Finding], charges: pl.DataFrame) -> tu
     kept += [fix for fix in found if fix in gains and fix not in worth and _contradicts(gains[fix], found[fix])]
     kept.sort(key=lambda fix: -gains[fix].gain_ns)
     rows = [_row(gains[fix], run.step_ns, found.get(fix)) for fix in kept[:_LISTED]]
-    pair = _best_pair([gains[fix] for fix in kept if fix in worth][:_PAIRED], run)
+    pair = _best_pair([gains[fix] for fix in kept][:_PAIRED], run)
     rows += [_row(pair, run.step_ns, None)] if pair else []
     return tuple(sorted(rows, key=lambda row: -row.gain_ns))
 

@@ -295,9 +295,14 @@ def gain(report: Report, finding: Finding) -> str:
     if not finding.fix or not report.fidelity:
         return predicted
     more = next((fix.gain_ns for fix in report.fixes if fix.fix == finding.fix and _fixes_more(fix)), None)
-    if more is None:
-        return predicted + say("finding.gain.replayed", finding.fix)
-    return predicted + say("finding.gain.more", finding.fix, duration(more))
+    if more is not None:
+        return predicted + say("finding.gain.more", finding.fix, duration(more))
+    for both in report.fixes if finding.gain_fraction < finding.lost_fraction else ():
+        others = [fix for fix in both.fixes if fix != finding.fix]
+        if 0 < len(others) < len(both.fixes):
+            said = percent(both.gain_fraction), duration(both.gain_ns), " + ".join(others)
+            return predicted + say("finding.gain.both", *said) + say("finding.gain.replayed", finding.fix)
+    return predicted + say("finding.gain.replayed", finding.fix)
 
 
 def _fixes_more(fix: PredictedFix) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import rankscope
 import real
 from faults import DOSES, Case, simulated
+from rankscope.analysis.report import terminal
 from rankscope.analysis.text.units import duration
 from record import write
 from score import answer, judged, nvrx, scores, show
@@ -173,6 +174,24 @@ def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_fixed(tmp_p
         if finding.caused_by is None:
             alone_ns = step_ns(slow(*finding.ranks)) - healthy_ns
             assert finding.lost_ns_per_step == pytest.approx(alone_ns, rel=0.1)
+
+
+def test_two_faults_of_which_each_hides_the_other_are_found_with_what_both_fixes_bring(tmp_path):
+    """Rank 45 is slow and rank 27 waits for its batch, for about as long: fixing one alone brings hardly anything."""
+    log, truths = simulated(Case("slow_rank+input_stall", "two", 13))
+    assert all(truth.cost_fraction < 0.02 for truth in truths)
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    found = {finding.detector: finding for finding in report.findings}
+    assert {kind: one.ranks for kind, one in found.items()} == {truth.kind: truth.ranks for truth in truths}
+    assert all(one.gain_fraction < 0.02 for one in found.values())
+    (both,) = (fix for fix in report.fixes if set(fix.fixes) == {one.fix for one in found.values()})
+    assert both.gain_fraction > 0.2
+    assert all(0.9 < one.lost_fraction / both.gain_fraction <= 1 for one in found.values())
+    printed = terminal.render(report, width=2000)
+    for one, other in (("input", "rank:45"), ("rank:45", "input")):
+        assert (
+            f"({duration(both.gain_ns)}) with {other} as well, by a replay; see rankscope whatif --fix {one}" in printed
+        )
 
 
 def test_a_rank_whose_fix_brings_less_than_is_reported_is_no_finding(tmp_path):

@@ -91,7 +91,7 @@ def test_device_rows_without_a_launch_are_busy_time_and_reported(tmp_path):
         ("allreduce", 30_000, 30_000, 50_000, None, "unknown")
     ]
     why = "1 of 2 device rows were launched outside of the capture: they count all the same"
-    assert whys(trace) == [("launches", 0, 1, why)]
+    assert whys(trace)[0] == ("launches", 0, 1, why)
 
 
 def test_all_kernels_of_a_graph_have_its_one_launch(tmp_path):
@@ -489,6 +489,30 @@ def test_two_captures_in_one_folder_are_distinguished(tmp_path):
 def test_ranks_that_left_no_trace_are_named(tmp_path):
     trace = opened(tmp_path, [kernel("k", 0, 1)], distributedInfo={"rank": 2, "world_size": 5})
     assert whys(trace) == [("ranks", None, 4, "ranks 0,1,3,4 of 5: no trace of them is here")]
+
+
+OPEN = (None, None, "no trace says how many ranks the job has: there may be more than these")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "members", "lacking", "parts"),
+    [
+        ([0], "", OPEN, {"compute", "unsplit"}),  # no rank communicates alone
+        ([0, 1], "0,1", OPEN, {"compute", "transfer"}),
+        ([0, 2], "0-2", (1, 1, "rank 1 of 3: no trace of them is here"), {"compute", "unsplit"}),
+    ],
+    ids=["one", "first", "between"],
+)
+def test_how_many_ranks_a_job_has_where_no_trace_says(tmp_path, ranks, members, lacking, parts):
+    """5 reductions of which the files name neither group nor size, all at once: transfers if these are all ranks."""
+    for rank in ranks:
+        work = [kernel("k", 20 * n, 10, n, device=rank) for n in range(5)]
+        work += [kernel(ALLREDUCE, 20 * n + 10, 10, 9 + n, device=rank) for n in range(5)]
+        write(tmp_path / f"rank{rank}.json", [step(1, 0, 100), *work])
+    trace = Trace.open(tmp_path)
+    assert {said for (said,) in rows(trace, "groups", "members")} == {members}
+    assert [gap[1:] for gap in whys(trace) if gap[0] == "ranks"] == [lacking]
+    assert {part.part for part in diagnose(trace).breakdown if part.ns_per_step} == parts
 
 
 def test_a_folder_of_other_things_and_a_tar(tmp_path):

@@ -58,7 +58,6 @@ class Groups:
                 "members": members,
             }
             for name, members in self.members.items()
-            if members
         ]
         schema = {"start_ns": pl.Int64, "group_id": pl.Int64, "name": pl.String, "backend": pl.String}
         return pl.DataFrame(rows, schema=schema | {"role": pl.String, "members": pl.String})

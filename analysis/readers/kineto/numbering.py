@@ -45,14 +45,14 @@ def number_collectives(ranks: Mapping[int, Capture], *, one_clock: bool) -> None
         codes: dict[tuple[Any, ...], int] = {}
         sequences = {rank: _as_sequence(collectives[rank], at, codes) for rank, at in rows.items()}
         numbers = collective_numbering.align(sequences, one_clock=one_clock)
+        if name == _UNKNOWN_GROUP:
+            for rank in rows:
+                ranks[rank].groups.members[name] = everyone if numbers is not None else ""
         if numbers is None:  # nothing is certain: no two ranks have a number in common
             begins = itertools.accumulate((len(at) for at in rows.values()), initial=0)
             numbers = {
                 rank: np.arange(len(at)) + begin for (rank, at), begin in zip(rows.items(), begins, strict=False)
             }
-        elif name == _UNKNOWN_GROUP:
-            for rank in rows:
-                ranks[rank].groups.members[name] = everyone
         for rank, of_rank in numbers.items():
             collectives[rank]["seq"][rows[rank]] = of_rank
 

@@ -19,7 +19,7 @@ from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import ranges
 from rankscope.errors import BadInput
 
-__all__ = ["all_ranks", "by_rank", "devices_of", "missing_ranks", "nodes_of", "ranks_frame"]
+__all__ = ["all_ranks", "by_rank", "devices_of", "missing_ranks", "nodes_of", "ranks_frame", "world_of"]
 
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[-_ ]?(\d{1,6})(?!\d)", re.IGNORECASE)
 _HOST_IN_NAME = re.compile(r"^(.+?)_\d+\.\d+\.pt\.trace\.json")
@@ -82,7 +82,12 @@ def devices_of(rows: Rows) -> list[int]:
 
 
 def missing_ranks(ranks: Mapping[int, Capture]) -> list[Gap]:
-    world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
+    """Return a gap for the ranks of which no trace is here, or where it is not known whether there are any."""
+    world = world_of(ranks)
+    if world is None:
+        alone = not any(len(capture.calls["op"]) for capture in ranks.values())
+        why = text("no trace says how many ranks the job has: there may be more than these")
+        return [] if alone else [gap("ranks", why)]
     missing = sorted(set(range(world)) - set(ranks))
     if not missing:
         return []
@@ -90,13 +95,25 @@ def missing_ranks(ranks: Mapping[int, Capture]) -> list[Gap]:
     return [gap("ranks", why, rank=missing[0] if len(missing) == 1 else None, count=len(missing))]
 
 
-def ranks_frame(capture: Capture) -> pl.DataFrame:
+def world_of(ranks: Mapping[int, Capture]) -> int | None:
+    """Return how many ranks the job has: what a file says, else what the numbers of ranks and groups show at least.
+
+    None where these are the ranks that are here, which may or may not be all.
+    """
+    said = max((capture.world_size or 0 for capture in ranks.values()), default=0)
+    members = (text for capture in ranks.values() for text in capture.groups.members.values() if text)
+    last = (int(text.rpartition(",")[2].rpartition("-")[2]) for text in members)
+    least = 1 + max([*ranks, *(rank for rank in last if rank < MAX_WORLD)])
+    return said or (least if least > len(ranks) else None)
+
+
+def ranks_frame(capture: Capture, world: int | None) -> pl.DataFrame:
     starts = [rows.first_ns for rows in (capture.device, capture.launches, capture.spans) if len(rows)]
     host = _HOST_IN_NAME.match(capture.file_name)
     row = {
         "start_ns": min(starts, default=0),
         "local_rank": capture.main_device,
-        "world_size": capture.world_size,
+        "world_size": world,
         "hostname": host[1] if host else None,
         "device": _device_name(capture),
     }
@@ -115,6 +132,8 @@ def _device_name(capture: Capture) -> str:
 
 
 def all_ranks(ranks: Mapping[int, Capture]) -> str:
-    """Return the ranks of the job, as far as the files name them."""
-    world = max((capture.world_size or 0 for capture in ranks.values()), default=0)
+    """Return the ranks of the job: all that are here, where it is not known how many it has; of one alone none."""
+    world = world_of(ranks)
+    if world is None:
+        return ranges(sorted(ranks)) if len(ranks) > 1 else ""  # no rank communicates alone
     return ranges(sorted({*ranks, *range(world)}))

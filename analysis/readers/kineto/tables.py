@@ -11,7 +11,7 @@ from rankscope.analysis.readers.kineto.capture import Capture
 from rankscope.analysis.readers.kineto.collectives import collectives_frame
 from rankscope.analysis.readers.kineto.host import launches_frames, operators_frames, regions_frames
 from rankscope.analysis.readers.kineto.kernels import kernels_frames
-from rankscope.analysis.readers.kineto.ranks import ranks_frame
+from rankscope.analysis.readers.kineto.ranks import ranks_frame, world_of
 from rankscope.analysis.readers.kineto.steps import steps_frame
 
 __all__ = ["LARGE", "Tables", "table_builders"]
@@ -63,8 +63,9 @@ def table_builders(ranks: Mapping[int, Capture]) -> dict[str, _Builder]:
     ) -> _Builder:
         return lambda most: ((rank, frame) for rank, c in ranks.items() for frame in frames_of(c, most))
 
+    world = world_of(ranks)
     builders = {
-        "ranks": of_each(ranks_frame),
+        "ranks": of_each(lambda capture: ranks_frame(capture, world)),
         "groups": of_each(lambda capture: capture.groups.frame()),
         "steps": of_each(steps_frame),
         "regions": in_pieces(regions_frames),
