@@ -16,6 +16,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
+from rankscope.analysis.timeline.matching import with_least_waits
 
 __all__ = ["code_of", "judged_tables"]
 
@@ -83,6 +84,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables["ops"] = in_judged_steps(timeline.ops, timeline.steps)
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     tables["marks"] = in_judged_steps(timeline.marks, timeline.steps)
+    tables["collectives"] = with_least_waits(tables["collectives"], timeline.groups, timeline.clocks)
     if only_hosts_seen(timeline.ranks, timeline.collectives, timeline.kernels, timeline.marks):
         tables["device_waits"] = device_waits(steps, tables["collectives"])
     return tables

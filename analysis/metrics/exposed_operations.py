@@ -24,14 +24,16 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     """Return operations with `sort`, `kind`, `transfer_ns`, `exposed_ns`, `is_bound` and `is_edge`, a row per rank.
 
     `sort` is the description that groups of one purpose share (`tp`, `mesh_dp`), else the group's name. Where
-    arrivals of peers are unknown (`is_bound`), the transfer is all of the operation, with the wait for peers. The first
-    and the last of a sort and kind of operation in a step are its edges: nothing in the step lies before or after them.
+    arrivals of peers are unknown (`is_bound`), the transfer is all of the operation, with the wait for peers, but for
+    that for the last of those that were seen. The first and the last of a sort and kind of operation in a step are its
+    edges: nothing in the step lies before or after them.
     Sends and receives are one kind, "p2p".
     """
     known = with_exposed(collectives, phases).with_columns(is_bound=False)
     arrival = pl.coalesce("device_start_ns", "start_ns")
     alone = collectives.filter(pl.col("wait_ns").is_null(), pl.col("end_ns").is_not_null())
-    alone = alone.with_columns(begin_ns=arrival).sort("rank", "begin_ns", "end_ns")
+    least = pl.col("least_wait_ns").fill_null(0) if "least_wait_ns" in alone.columns else 0
+    alone = alone.with_columns(begin_ns=arrival + least).sort("rank", "begin_ns", "end_ns")
     reached = reached_before(alone, "rank")
     spans = alone.select("rank", pl.max_horizontal("begin_ns", reached).alias("start_ns"), "end_ns")
     alone = alone.with_columns(

@@ -12,6 +12,7 @@ Source: max-statistic of permutations, Westfall and Young 1993; block bootstrap,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,8 +20,10 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.metrics.exposed_communication import spent
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate
-from rankscope.analysis.metrics.wait_attribution import Delays, blocked_by
+from rankscope.analysis.metrics.wait_attribution import Delays, blocked_by, caused_by_rank
+from rankscope.analysis.model.segments import reached_before
 
 __all__ = ["MOST_CHANCE", "Charged", "Straggler", "charged", "stragglers"]
 
@@ -69,19 +72,29 @@ class Straggler:
     operations: int  # … of those in which any rank waited
 
 
-def charged(delays: Delays, collectives: pl.DataFrame, grid: StepGrid, caused: dict[int, int]) -> Charged | None:
-    """Return the waits of the grid's ranks in its steps, by root; `caused` chooses the roots that are followed.
+def charged(delays: Delays, phases: pl.DataFrame, collectives: pl.DataFrame, grid: StepGrid) -> Charged | None:
+    """Return the waits of the grid's ranks in its steps, by root; those that are charged most are followed.
 
     None where no rank was blocked.
     """
-    ranks = sorted((r for r in grid.ranks if caused.get(r)), key=lambda rank: -caused[rank])[:_CANDIDATES]
-    frames = [blocked_by(delays, [rank]).with_columns(root=pl.lit(root)) for root, rank in enumerate(ranks)]
+    among_seen = _waits_among_seen(phases, collectives)
+    caused = Counter(caused_by_rank(delays))
+    caused.update(dict(among_seen.group_by("late").agg(pl.col("ns").sum()).iter_rows()))
+    ranks = sorted((r for r in grid.ranks if caused[r]), key=lambda rank: (-caused[rank], rank))[:_CANDIDATES]
+    frames = [
+        pl.concat(
+            [blocked_by(delays, [rank]), among_seen.filter(late=rank).select("rank", "instance_id", "step", "ns")],
+            how="vertical_relaxed",
+        )
+        for rank in ranks
+    ]
     if not frames:
         return None
-    rows = pl.concat(frames).filter(pl.col("step").is_in(grid.steps), pl.col("rank").is_in(grid.ranks))
-    begun = collectives.filter(pl.col("instance_id").is_not_null()).group_by("instance_id")
-    order = begun.agg(pl.coalesce("device_start_ns", "start_ns").max().alias("at_ns")).sort("at_ns", "instance_id")
-    order = order.join(rows, on="instance_id", how="semi").with_row_index("row")
+    rows = pl.concat(frame.with_columns(root=pl.lit(root)) for root, frame in enumerate(frames))
+    rows = rows.filter(pl.col("step").is_in(grid.steps), pl.col("rank").is_in(grid.ranks))
+    begun = collectives.with_columns(instance_id=_operation(collectives)).drop_nulls("instance_id")
+    order = begun.group_by("instance_id").agg(pl.coalesce("device_start_ns", "start_ns").max().alias("at_ns"))
+    order = order.sort("at_ns", "instance_id").join(rows, on="instance_id", how="semi").with_row_index("row")
     rows = rows.join(order.select("row", pl.col("instance_id").cast(rows["instance_id"].dtype)), on="instance_id")
     if rows.is_empty():
         return None
@@ -94,6 +107,39 @@ def charged(delays: Delays, collectives: pl.DataFrame, grid: StepGrid, caused: d
     for root, row in enumerate(roots):
         ns[:, root, row] = 0.0
     return Charged(ns=ns, roots=roots, step=step, grid=grid)
+
+
+def _operation(collectives: pl.DataFrame) -> pl.Expr:
+    return pl.coalesce("instance_id", "seen_id") if "seen_id" in collectives.columns else pl.col("instance_id")
+
+
+def _waits_among_seen(phases: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return (late, rank, instance_id, step, ns): how long operations of which some ranks were not seen blocked others.
+
+    At least that long, for the last of those that were seen; less what that one was held up itself, since its step
+    began, in communication that may have been waiting for ranks that were not.
+    """
+    if "seen_id" not in collectives.columns:
+        schema = {"late": pl.Int32, "rank": pl.Int64, "instance_id": pl.Int64, "step": pl.Int64, "ns": pl.Float64}
+        return pl.DataFrame(schema=schema)
+    began = phases.group_by("rank", "step").agg(began_ns=pl.col("start_ns").min())
+    seen = collectives.drop_nulls(["seen_id", "step"]).join(began, on=["rank", "step"])
+    seen = seen.with_columns(arrival_ns=pl.coalesce("device_start_ns", "start_ns"))
+    last = seen.filter(least_wait_ns=0).unique("seen_id", keep="first").sort("rank", "arrival_ns")
+    since = last.select("rank", pl.min_horizontal("began_ns", "arrival_ns").alias("start_ns"), end_ns="arrival_ns")
+    held_up = pl.Series(spent(phases, ("unsplit",), since), dtype=pl.Int64)
+    rows = (
+        seen.filter(pl.col("least_wait_ns") > 0)
+        .join(last.select("seen_id", late="rank", held_up_ns=held_up), on="seen_id")
+        .with_columns(start_ns="arrival_ns", end_ns=pl.col("arrival_ns") + pl.col("least_wait_ns"))
+        .sort("rank", "start_ns", "end_ns")
+    )
+    alone = rows.select("rank", pl.max_horizontal("start_ns", reached_before(rows, "rank")).alias("start_ns"), "end_ns")
+    rows = rows.with_columns(waited_ns=pl.Series(spent(phases, ("unsplit",), alone), dtype=pl.Int64))
+    of = ["rank", "late", "step"]
+    so_far = (pl.col("waited_ns").cum_sum() - pl.col("held_up_ns")).clip(0).cum_max()
+    rows = rows.with_columns(ns=(so_far - so_far.shift(1, fill_value=0)).over(of)).filter(pl.col("ns") > 0)
+    return rows.select("late", "rank", "step", instance_id="seen_id", ns=pl.col("ns").cast(pl.Float64))
 
 
 def stragglers(

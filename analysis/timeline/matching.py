@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.model.tables import WORDS
-from rankscope.collectors.rank_ranges import members_of
+from rankscope.collectors.rank_ranges import as_ranges, members_of
 from rankscope.collectors.schema import OPS, P2P_OPS
 
-__all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of"]
+__all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of", "with_least_waits"]
 
 # One rank gives or takes all: the others do not wait for each other, so their durations alone do not show a wait.
 ROOTED_OPS = ("broadcast", "reduce", "gather", "gather_into_tensor", "scatter")
@@ -102,6 +102,28 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
         if said
         else frame.with_columns(pl.lit(None, t).alias(c) for c, t in MATCHED_COLUMNS.items())
     )
+
+
+def with_least_waits(matched: pl.DataFrame, groups: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:
+    """Return the result of `match_collectives`, with what ranks that were seen show where other ranks were not.
+
+    No rank ends an operation before the last has arrived, so each waited at least for the last of those that were seen.
+    `seen_id` is shared by the rows of such an operation and goes on from the `instance_id` that there are,
+    `least_wait_ns` is 0 for the last. The columns are there only if several ranks of such a group were seen.
+    """
+    if matched["unmatched"].null_count() == len(matched):
+        return matched
+    rows = matched.with_row_index("_row").filter(pl.col("unmatched") == "peer missing", pl.col("op").is_in(MUTUAL_OPS))
+    seen = rows.group_by("group_id").agg(pl.col("rank").unique().sort()).filter(pl.col("rank").list.len() > 1)
+    if seen.is_empty():
+        return matched
+    members = pl.Series([as_ranges(ranks) for ranks in seen["rank"].to_list()])
+    among = groups.drop("members").join(seen.select("group_id", members=members), on="group_id")
+    found = match_collectives(rows.drop(MATCHED_COLUMNS), among, clocks).filter(pl.col("instance_id").is_not_null())
+    least = found.select(
+        "_row", least_wait_ns="wait_ns", seen_id=pl.col("instance_id") + (matched["instance_id"].max() or 0) + 1
+    )
+    return matched.with_row_index("_row").join(least, on="_row", how="left", maintain_order="left").drop("_row")
 
 
 @dataclass(frozen=True, slots=True)

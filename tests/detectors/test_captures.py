@@ -108,6 +108,39 @@ def test_few_steps_are_enough_for_what_each_operation_shows(kind, steps, seed, t
     assert first["fraction"] > 2 / 3 * capture.truth.cost_fraction
 
 
+def of_ranks(case, ranks, folder):
+    """The report on the files of these ranks of a capture, and what was planted in it."""
+    capture = simulated(case)
+    some = replace(capture, ranks=[rank for rank in capture.ranks if rank.number in ranks])
+    return rankscope.diagnose(rankscope.open(write(some, folder / "capture"))), capture.truth
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [(("rank_stall", "loud", 3, 4), 6), (("rank_stall", "quiet", 3, 5), 5), (("slow_rank", "loud", 3, 2), 1)],
+    ids=["loud", "quiet", "moe"],
+)
+def test_of_two_recorded_ranks_of_eight_the_late_one_is_named_with_what_the_other_waits(case, other, tmp_path):
+    """No collective ends before its last rank has come, whatever the six others do."""
+    report, truth = of_ranks(Case(*case, "tuning"), {*simulated(Case(*case, "tuning")).truth.ranks, other}, tmp_path)
+    first = report.findings[0]
+    assert (first.detector, first.confidence, first.ranks) == ("slow_rank", "likely", truth.ranks)
+    assert 0.8 * truth.cost_fraction < first.lost_fraction < 1.2 * truth.cost_fraction
+    assert not any(finding.detector == "exposed_communication" for finding in report.findings)
+    assert (report.matched_fraction, report.world_size) == (0.0, 8)
+
+
+@pytest.mark.parametrize(
+    "case", [("expert_imbalance", "loud", 3, 6), ("rank_stall", "loud", 3, 6)], ids=["moe", "stall"]
+)
+def test_ranks_that_wait_for_one_that_was_not_recorded_are_not_named_for_being_late_then(case, tmp_path):
+    """They come late to the reductions of all, since they waited in all-to-alls with the one whose file is missing."""
+    (late,) = simulated(Case(*case, "tuning")).truth.ranks
+    report, _ = of_ranks(Case(*case, "tuning"), set(range(8)) - {late}, tmp_path)
+    assert [finding.ranks for finding in report.findings if finding.detector == "slow_rank"] == []
+    assert report.verdict.startswith("Unexplained: unattributed communication takes")
+
+
 def test_a_rank_that_the_replay_names_is_likely_though_operations_do_not_show_it(tmp_path):
     """One of eight ranks costs 7.0 % of three steps; the rank its peers wait for changes by chance as well."""
     slow = simulated(Case("slow_rank", "masked", 3, 1, "tuning"))

@@ -6,7 +6,7 @@ import pytest
 
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.metrics.stragglers import MOST_CHANCE, charged, stragglers
-from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
+from rankscope.analysis.metrics.wait_attribution import delays
 
 MS = 1_000_000
 TRANSFER_MS = 1
@@ -40,7 +40,7 @@ def job(work_ms):
 def found(work_ms, units=()):
     phases, collectives, grid = job(work_ms)
     costs = delays(phases, collectives)
-    seen = charged(costs, collectives, grid, caused_by_rank(costs))
+    seen = charged(costs, phases, collectives, grid)
     return None if seen is None else stragglers(seen, units)
 
 

@@ -11,7 +11,7 @@ import polars as pl
 from rankscope.analysis.detectors.slow_rank.shape import Slow
 from rankscope.analysis.metrics.step_matrix import Floats, Ints, StepGrid, above_peers, estimate
 from rankscope.analysis.metrics.stragglers import Charged, charged, stragglers
-from rankscope.analysis.metrics.wait_attribution import caused_by_rank, delays
+from rankscope.analysis.metrics.wait_attribution import delays
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.model.parts import IDLE_LABELS
 from rankscope.collectors.schema import P2P_OPS
@@ -39,7 +39,7 @@ def charged_operations(
             units.setdefault(node_of[rank], []).append(row)
     costs = delays(phases, collectives)
     several = [tuple(units[node]) for node in sorted(units) if len(units[node]) > 1]
-    return charged(costs, collectives, grid, caused_by_rank(costs)), several
+    return charged(costs, phases, collectives, grid), several
 
 
 def latecomer(
