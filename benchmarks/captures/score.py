@@ -2,6 +2,7 @@
 
     python benchmarks/captures/score.py --quick                # two minutes
     python benchmarks/captures/score.py --half report          # 20 seeds of each kind, dose and number of steps
+    python benchmarks/captures/score.py --files 2              # of each capture two ranks' files, one of those at fault
     python benchmarks/captures/score.py --case slow_rank/loud/3/tuning/0   # one capture and its report
 
 Kinds and doses are in `planted.py`, noise and files in `variants.py`, verdicts are those of `rankscope.diagnose` on the
@@ -19,7 +20,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -50,9 +52,11 @@ _ALWAYS = ("pipeline_bubble",)  # a pipeline has one; it is no answer, and no fa
 Row = dict[str, Any]
 
 
-def judged(case: Case) -> Row:
-    """The truth of the capture, and the findings on it."""
+def judged(case: Case, files: int | None = None) -> Row:
+    """The truth of the capture, and the findings on it, or on the files of so many of its ranks."""
     capture = simulated(case)
+    if files is not None:
+        capture = of_some(capture, files)
     with tempfile.TemporaryDirectory(prefix="rankscope-capture-") as folder:
         path = write(capture, Path(folder) / "capture")
         began = time.process_time()
@@ -70,6 +74,17 @@ def judged(case: Case) -> Row:
         "verdict": str(report.verdict),
         "cpu_s": cpu_s,
     }
+
+
+def of_some(capture: Capture, files: int) -> Capture:
+    """The capture with so many ranks' files, by chance, but for one of those at fault."""
+    truth = capture.truth
+    at_fault = list(truth.ranks[:1]) if truth else []
+    others = [rank.number for rank in capture.ranks if rank.number not in at_fault]
+    kept = {*at_fault, *np.random.default_rng(capture.case.seed).permutation(others)[: files - len(at_fault)]}
+    if truth:
+        truth = replace(truth, ranks=tuple(rank for rank in truth.ranks if rank in kept))
+    return replace(capture, ranks=[rank for rank in capture.ranks if rank.number in kept], truth=truth)
 
 
 def roots(report: Report) -> list[Finding]:
@@ -184,13 +199,13 @@ def _clean(rows: list[Row], out: Callable[[str], None]) -> None:
         out(f"  {where}: {first['level']} {first['detector']} {first['ranks']} {first['fraction']:.1%}")
 
 
-def results(wanted: Iterable[Case], processes: int, path: Path | None) -> list[Row]:
+def results(wanted: Iterable[Case], processes: int, path: Path | None, files: int | None) -> list[Row]:
     """Each case's row; those that the file has already are taken from it."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
     known = {r["case"]["name"] for r in rows}
     missing = [case for case in wanted if case.name not in known]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for row in pool.map(judged, missing, chunksize=4):
+        for row in pool.map(partial(judged, files=files), missing, chunksize=4):
             rows.append(row)
             if path:
                 with path.open("a") as file:
@@ -198,13 +213,14 @@ def results(wanted: Iterable[Case], processes: int, path: Path | None) -> list[R
     return rows
 
 
-def one(name: str, folder: Path | None) -> None:
+def one(name: str, folder: Path | None, files: int | None) -> None:
     """Print the report on a single capture; `folder` keeps its files."""
     kind, dose, steps, half, seed = name.split("/")
     case = Case(kind, dose, int(steps), int(seed), half)
     if folder:
-        print(write(simulated(case), folder))
-    row = judged(case)
+        capture = simulated(case)
+        print(write(of_some(capture, files) if files else capture, folder))
+    row = judged(case, files)
     print(json.dumps({k: row[k] for k in ("job", "truth", "right", "lost", "verdict")}, indent=1))
     for said in row["said"]:
         print(f"  {said['level']} {said['detector']} {said['ranks']} {said['fraction']:.1%} {said['title']}")
@@ -219,13 +235,14 @@ def main() -> None:
     parser.add_argument("--doses", nargs="+", choices=tuple(DOSES), default=list(DOSES))
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, CLEAN), help="only these")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 1 and 3 steps, 30 healthy captures")
+    parser.add_argument("--files", type=int, help="of so many ranks; without: of all")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="keeps each capture's result, and goes on where it was stopped")
     parser.add_argument("--case", help="KIND/DOSE/STEPS/HALF/SEED: this one only")
     parser.add_argument("--keep", type=Path, help="with --case: where its files are written")
     arguments = parser.parse_args()
     if arguments.case:
-        one(arguments.case, arguments.keep)
+        one(arguments.case, arguments.keep, arguments.files)
         return
     seeds, clean, steps = arguments.seeds, arguments.clean, arguments.steps
     if arguments.quick:
@@ -233,7 +250,7 @@ def main() -> None:
     wanted = cases(seeds, clean, tuple(steps), arguments.half, tuple(arguments.doses))
     if arguments.kinds:
         wanted = (case for case in wanted if case.kind in arguments.kinds)
-    show(results(wanted, arguments.processes, arguments.results))
+    show(results(wanted, arguments.processes, arguments.results, arguments.files))
 
 
 if __name__ == "__main__":
