@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from rankscope.analysis.model.finding import Clock
 from rankscope.analysis.model.tables import WORDS
 from rankscope.collectors.rank_ranges import as_ranges, members_of
-from rankscope.collectors.schema import OPS, P2P_OPS
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, OPS, P2P_OPS
 
 __all__ = ["MATCHED_COLUMNS", "MUTUAL_OPS", "ROOTED_OPS", "match_collectives", "members_of", "with_least_waits"]
 
@@ -107,13 +107,16 @@ def match_collectives(collectives: pl.DataFrame, groups: pl.DataFrame, clocks: I
 def with_least_waits(matched: pl.DataFrame, groups: pl.DataFrame, clocks: Iterable[Clock]) -> pl.DataFrame:
     """Return the result of `match_collectives`, with what ranks that were seen show where other ranks were not.
 
-    No rank ends an operation before the last has arrived, so each waited at least for the last of those that were seen.
+    No rank ends such an operation before the last has arrived (nor an all-to-all, where ranks have something for each
+    other), so each waited at least for the last of those that were seen.
     `seen_id` is shared by the rows of such an operation and goes on from the `instance_id` that there are,
     `least_wait_ns` is 0 for the last. The columns are there only if several ranks of such a group were seen.
     """
     if matched["unmatched"].null_count() == len(matched):
         return matched
-    rows = matched.with_row_index("_row").filter(pl.col("unmatched") == "peer missing", pl.col("op").is_in(MUTUAL_OPS))
+    rows = matched.with_row_index("_row").filter(
+        pl.col("unmatched") == "peer missing", pl.col("op").is_in([*MUTUAL_OPS, *ALL_TO_ALL_OPS])
+    )
     seen = rows.group_by("group_id").agg(pl.col("rank").unique().sort()).filter(pl.col("rank").list.len() > 1)
     if seen.is_empty():
         return matched
