@@ -130,14 +130,14 @@ def test_of_two_recorded_ranks_of_eight_the_late_one_is_named_with_what_the_othe
     assert (report.matched_fraction, report.world_size) == (0.0, 8)
 
 
-@pytest.mark.parametrize(
-    "case", [("expert_imbalance", "loud", 3, 6), ("rank_stall", "loud", 3, 6)], ids=["moe", "stall"]
-)
 def test_of_two_recorded_ranks_of_a_group_of_experts_the_late_one_is_named_by_their_all_to_alls(tmp_path):
     report, truth = of_ranks(Case("slow_rank", "quiet", 3, 2, "tuning"), {5, 6}, tmp_path)
     assert [(one.detector, one.ranks) for one in report.findings] == [("slow_rank", truth.ranks)]
 
 
+@pytest.mark.parametrize(
+    "case", [("expert_imbalance", "loud", 3, 6), ("rank_stall", "loud", 3, 6)], ids=["moe", "stall"]
+)
 def test_ranks_that_wait_for_one_that_was_not_recorded_are_not_named_for_being_late_then(case, tmp_path):
     """They come late to the reductions of all, since they waited in all-to-alls with the one whose file is missing."""
     (late,) = simulated(Case(*case, "tuning")).truth.ranks
