@@ -6,8 +6,9 @@ since nothing of the step lies before or after them to hide behind. No more can 
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
 of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
 them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
-distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Where gradients cannot
-be distinguished from other operations (no backward, or no optimizer, was recorded) they are analyzed as these.
+distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Sends and receives of
+pipeline stages are not: stages wait for each other by design. Where gradients cannot be distinguished from other
+operations (no backward, or no optimizer, was recorded) they are analyzed as these.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
@@ -47,7 +48,7 @@ import polars as pl
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards, last_backwards_by_marks
 from rankscope.analysis.metrics.exposed_communication import hidden_behind, is_awaited, with_exposed
-from rankscope.analysis.metrics.exposed_operations import BY_SORT, computed, exposed_operations
+from rankscope.analysis.metrics.exposed_operations import BY_SORT, P2P, computed, exposed_operations
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
     ENOUGH_STEPS,
@@ -144,17 +145,25 @@ def detect(
         if unresolved is None:
             judged = [("data", *_REDUCTIONS), *([("sharded", *_REDUCTIONS)] if findings else [])]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
-        grid, costly = judged_grid(breakdown, 1), []
+        grid, costly, open_ns = judged_grid(breakdown, 1), [], 0.0
         for one in _operations(breakdown, phases, collectives, groups):
             if any(one.kind == kind and one.op in ops for kind, *ops in judged):
                 continue
             least_ns = one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
-            if lost.clear and lost.ns >= least_ns:
+            if lost.clear and lost.ns >= least_ns and one.is_bound and one.op == P2P:
+                open_ns = max(open_ns, lost.ns)
+            elif lost.clear and lost.ns >= least_ns:
                 costly.append((one, lost))
         behind = [hidden_behind(collectives, phases, one.groups) for one, _ in costly]
         findings += [_of_operations(one, grid, lost, of) for (one, lost), of in zip(costly, behind, strict=True)]
+        if open_ns and not findings:
+            why = text(
+                "in {share} of the step it is not known whether pipeline stages transfer or wait for each other",
+                share=percent(open_ns / grid.step_ns),
+            )
+            raise NotResolvable(why)
     if (
         unresolved is not None
         and not findings

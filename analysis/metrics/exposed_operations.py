@@ -13,9 +13,10 @@ from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.tables import WORDS
 from rankscope.collectors.schema import OPS, P2P_OPS
 
-__all__ = ["BY_SORT", "computed", "exposed_operations"]
+__all__ = ["BY_SORT", "P2P", "computed", "exposed_operations"]
 
 BY_SORT = ["sort", "kind", "op"]
+P2P = "p2p"  # sends and receives
 _DEFAULT = "default_pg"  # torch's description of the group of all ranks: it says nothing
 
 
@@ -27,7 +28,7 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
     arrivals of peers are unknown (`is_bound`), the transfer is all of the operation, with the wait for peers, but for
     that for the last of those that were seen. The first and the last of a sort and kind of operation in a step are its
     edges: nothing in the step lies before or after them.
-    Sends and receives are one kind, "p2p".
+    Sends and receives are one kind, `P2P`.
     """
     known = with_exposed(collectives, phases).with_columns(is_bound=False)
     arrival = pl.coalesce("device_start_ns", "start_ns")
@@ -61,7 +62,7 @@ def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, I
     about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
     named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
-    op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("p2p")).otherwise(pl.col("op").cast(pl.String))
+    op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit(P2P)).otherwise(pl.col("op").cast(pl.String))
     of_pair = (
         rows.select("group_id", "op", "group")[one_of]
         .join(named, on="group_id", how="left", maintain_order="left")

@@ -135,6 +135,14 @@ def test_of_two_recorded_ranks_of_a_group_of_experts_the_late_one_is_named_by_th
     assert [(one.detector, one.ranks) for one in report.findings] == [("slow_rank", truth.ranks)]
 
 
+def test_one_recorded_stage_of_a_healthy_pipeline_has_no_exposed_communication(tmp_path):
+    """A quarter of the step passes in receives: stages wait for each other by design, and transfers are part of it."""
+    report, _ = of_ranks(Case(CLEAN, "", 3, 6, "tuning"), {0}, tmp_path)
+    assert report.findings == ()
+    (why,) = (check.why for check in report.not_checked if check.detector == "exposed_communication")
+    assert why == "in 24.2 % of the step it is not known whether pipeline stages transfer or wait for each other"
+
+
 @pytest.mark.parametrize(
     "case", [("expert_imbalance", "loud", 3, 6), ("rank_stall", "loud", 3, 6)], ids=["moe", "stall"]
 )
