@@ -7,8 +7,8 @@ step: that is the speedup, and the rest takes faster links, or fewer bytes. Repo
 of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
 them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
 distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Sends and receives of
-pipeline stages are not: stages wait for each other by design. Where gradients cannot be distinguished from other
-operations (no backward, or no optimizer, was recorded) they are analyzed as these.
+pipeline stages are left open then: stages wait for each other by design. Where gradients cannot be distinguished from
+other operations (no backward, or no optimizer, was recorded) they are analyzed as these.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,

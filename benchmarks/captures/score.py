@@ -54,9 +54,7 @@ Row = dict[str, Any]
 
 def judged(case: Case, files: int | None = None) -> Row:
     """The truth of the capture, and the findings on it, or on the files of so many of its ranks."""
-    capture = simulated(case)
-    if files is not None:
-        capture = of_some(capture, files)
+    capture = captured(case, files)
     with tempfile.TemporaryDirectory(prefix="rankscope-capture-") as folder:
         path = write(capture, Path(folder) / "capture")
         began = time.process_time()
@@ -76,8 +74,11 @@ def judged(case: Case, files: int | None = None) -> Row:
     }
 
 
-def of_some(capture: Capture, files: int) -> Capture:
-    """The capture with so many ranks' files, by chance, but for one of those at fault."""
+def captured(case: Case, files: int | None) -> Capture:
+    """The capture, with the files of so many ranks: one of those at fault, the others by chance."""
+    capture = simulated(case)
+    if files is None:
+        return capture
     truth = capture.truth
     at_fault = list(truth.ranks[:1]) if truth else []
     others = [rank.number for rank in capture.ranks if rank.number not in at_fault]
@@ -218,8 +219,7 @@ def one(name: str, folder: Path | None, files: int | None) -> None:
     kind, dose, steps, half, seed = name.split("/")
     case = Case(kind, dose, int(steps), int(seed), half)
     if folder:
-        capture = simulated(case)
-        print(write(of_some(capture, files) if files else capture, folder))
+        print(write(captured(case, files), folder))
     row = judged(case, files)
     print(json.dumps({k: row[k] for k in ("job", "truth", "right", "lost", "verdict")}, indent=1))
     for said in row["said"]:
