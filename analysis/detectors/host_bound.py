@@ -68,7 +68,7 @@ _STAYS = 0.5  # share of the loss that is there without the rank that makes most
 _AS_LATE = 0.25  # of the loss: a rank that would delay the job next for so long has the same slow host
 _REMAINS = 0.5  # share of the loss that is there without the ranks that others wait for
 _MOSTLY = 0.5  # of the step
-_MUCH = 0.25  # share of the idle time from which a cause is worth its advice
+_MUCH = 0.25  # share of the idle time from which a cause is worth its advice, and communication beside it is said
 
 _ADVICE = {
     "memory": text(
@@ -115,16 +115,18 @@ def detect(
         return []
     ranks = grid.only(holds_up_ns > 0).ranks
     idle = phases.filter(pl.col("part") == "host")
-    gaps = pl.concat([idle, beside.filter(pl.col("certain_ns") > 0).select(idle.columns)])
-    gaps = gaps.filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
+    beside = beside.filter(pl.col("certain_ns") > 0).select(idle.columns)
+    gaps = pl.concat([idle, beside]).filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
     causes = _causes(gaps, launches)
+    communicates = gaps.select(((pl.col("part") != "host") * length).sum() / length.sum()).item() >= _MUCH
     return [
         Finding(
             detector="host_bound",
             title=text(
-                "Host-bound on {ranks}: the device is idle for {lost} per step before work that was launched late",
+                "Host-bound on {ranks}: the device {idles} for {lost} per step before work that was launched late",
+                idles=text("is idle or only communicates") if communicates else text("is idle"),
                 ranks=named("rank", ranks),
                 lost=duration(lost.ns),
             ),

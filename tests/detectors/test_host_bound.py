@@ -93,8 +93,10 @@ def test_a_collective_that_still_runs_when_late_work_begins_does_not_hide_the_ho
     """Between 50 and 80 nothing computes. Work that began before the collective was over did not wait for it: 30 ms."""
     (finding,) = host_bound.detect(*beside_communication(over_ms=90))
     assert (finding.ranks, finding.lost_ns_per_step) == ((0, 1), 30 * MS)
+    assert "the device is idle or only communicates for 30.0 ms per step" in finding.title  # its row of idle time is 0
     (finding,) = host_bound.detect(*beside_communication(over_ms=75))  # what came next may have waited until 75
     assert finding.lost_ns_per_step == 5 * MS
+    assert "the device is idle for 5.00 ms per step" in finding.title
 
 
 @pytest.mark.parametrize("host_ms", [[2.9] * 4, [300, 5, 5, 5], [0] * 4], ids=["below 3 %", "one rank only", "none"])
