@@ -108,14 +108,15 @@ def with_least_waits(matched: pl.DataFrame, groups: pl.DataFrame, clocks: Iterab
     """Return the result of `match_collectives`, with what ranks that were seen show where other ranks were not.
 
     No rank ends such an operation before the last has arrived (nor an all-to-all, where ranks have something for each
-    other), so each waited at least for the last of those that were seen.
+    other, as `match_collectives` takes them to have in one of unknown kind), so each waited at least for the last of
+    those that were seen.
     `seen_id` is shared by the rows of such an operation and goes on from the `instance_id` that there are,
     `least_wait_ns` is 0 for the last. The columns are there only if several ranks of such a group were seen.
     """
     if matched["unmatched"].null_count() == len(matched):
         return matched
     rows = matched.with_row_index("_row").filter(
-        pl.col("unmatched") == "peer missing", pl.col("op").is_in([*MUTUAL_OPS, *ALL_TO_ALL_OPS])
+        pl.col("unmatched") == "peer missing", pl.col("op").is_in([*MUTUAL_OPS, *ALL_TO_ALL_OPS, "unknown"])
     )
     seen = rows.group_by("group_id").agg(pl.col("rank").unique().sort()).filter(pl.col("rank").list.len() > 1)
     if seen.is_empty():

@@ -87,6 +87,18 @@ def test_the_straggler_of_a_few_steps_is_named_with_its_level_and_costs_no_more_
     assert of.status == "red"
 
 
+@pytest.mark.parametrize("name", ["sst_long_a2a_optimizer", "sst_long_a2a_optimizer_2.run1"])
+def test_of_some_ranks_of_an_old_trace_the_late_one_is_named_and_none_if_it_is_missing(name):
+    """Rank 2 of 4 sleeps 1,001 ms in each step. The files name no groups, and not what their operations do."""
+    of_rank = sorted((KINETO / "torchrec" / name).glob("*.pt.trace.json.gz"))
+    for seen in ((1, 2), (0, 2, 3)):
+        (found,) = [f for f in diagnose(Trace.open([of_rank[r] for r in seen])).findings if f.detector == "slow_rank"]
+        assert (found.ranks, found.confidence) == ((2,), "likely")
+        assert found.lost_ns_per_step == pytest.approx(1_001 * MS, rel=0.02)
+    without = diagnose(Trace.open([of_rank[r] for r in (0, 1, 3)]))
+    assert "slow_rank" not in {finding.detector for finding in without.findings}
+
+
 def test_a_host_that_stalls_on_one_rank_only_is_no_host_bound_job():
     """Rank 2 sleeps a second: without it hosts idle their devices for 6 % of the step, which is no part of that."""
     of = report("kineto/torchrec/sst_long_a2a_optimizer_2.run1")
