@@ -241,7 +241,7 @@ TABLES: dict[str, Table] = {
         Table(
             "steps",
             "One step that the script announced with `rankscope.step()`, or a profiler's own. Where there is none, "
-            "the analysis infers steps from the optimizer regions.",
+            "the analysis infers steps from the regions: the optimizer's, or those named as steps are.",
             "rank",
             "end_ns",
             (

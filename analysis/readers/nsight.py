@@ -23,8 +23,8 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work
+from rankscope.analysis.readers.annotations import range_kind
 from rankscope.analysis.readers.base import (
-    NO_STEPS,
     FrameReader,
     Reader,
     by_name,
@@ -68,11 +68,12 @@ _LACKS = {
     "phases": text("NVTX ranges do not show what the host waited for"),
     "gc_pauses": text("the export does not show when Python collects garbage"),
     "compile": text("the export does not show what torch.compile compiles"),
-    "input": text("NVTX ranges do not show when the data loader was waited for"),
     "collectives": text(
         "no communication of several GPUs was matched: export all ranks' reports, and give them together"
     ),
-    "steps": NO_STEPS,
+    "steps": text(
+        "no NVTX range says where steps are (give each step one on the thread that trains, named as in `step 12`)"
+    ),
 }
 
 
@@ -188,7 +189,9 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
     launches = capture.frame("launches").join(launched, on=["process", "correlation"], nulls_equal=True)
     # A range belongs to its process's rank: where a process drives several GPUs, to the first.
     own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
-    regions = capture.frame("ranges").join(own, on="process", nulls_equal=True).with_columns(kind=pl.lit("user"))
+    ranges = capture.frame("ranges").join(own, on="process", nulls_equal=True)
+    kinds = {name: range_kind(name) for name in ranges["name"].unique()}
+    regions = ranges.with_columns(kind=pl.col("name").replace_strict(kinds, return_dtype=pl.String)).drop_nulls("kind")
     found = {"kernels": kernels, "launches": launches, "regions": regions}
     return {name: frame.drop("process") for name, frame in found.items()}
 

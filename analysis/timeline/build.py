@@ -31,11 +31,13 @@ from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.rank_exits import rank_exits
 from rankscope.analysis.timeline.steps import (
+    NAMED,
     agreement,
     find_steps,
     in_steps,
     judge,
     misnumbered,
+    names_step,
     number_by_operations,
     number_by_time,
     on_device,
@@ -262,6 +264,8 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     stretch, collectives = source.stretch, matched.collectives
     regions = source.read("regions")
     hosts, incomparable, of_numbers = _host_steps(source, matched, regions)
+    if (hosts["source"] == NAMED).any():
+        regions = regions.filter(~names_step(regions))  # a step is no place in it
     read_whole = pl.col("step") >= (stretch.first if stretch else 0)
     whole, of_operations = without_lost_operations(hosts.filter(read_whole), collectives, matched.groups)
     hosts = pl.concat([hosts.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
@@ -272,7 +276,7 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), matched.kernels)])
     if stretch:
         steps = steps.filter(pl.col("step") >= stretch.first)
-    is_capture = source.trace.source == "kineto"
+    is_capture = source.trace.source != "native"
     steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=is_capture)
     steps, of_lost = set_lost_aside(steps, hosts, matched.kernels, matched.launches)
     steps = set_profiled_aside(steps, source.read("windows"))

@@ -15,6 +15,7 @@ from rankscope.analysis.timeline.device_time import by_rank
 __all__ = [
     "CAPTURE",
     "MARKERS",
+    "NAMED",
     "OPTIMIZER",
     "PROFILER",
     "STEP_COLUMNS",
@@ -24,6 +25,7 @@ __all__ = [
     "judge",
     "last_begun",
     "misnumbered",
+    "names_step",
     "number_by_operations",
     "number_by_time",
     "on_device",
@@ -34,6 +36,7 @@ __all__ = [
 MARKERS = "rankscope.step()"
 PROFILER = "ProfilerStep"
 OPTIMIZER = "optimizer"
+NAMED = "named ranges"
 CAPTURE = "capture"
 
 STEP_COLUMNS = {
@@ -44,6 +47,7 @@ STEP_COLUMNS = {
     "source": pl.String,
 }
 
+_IS_STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$"  # of a user's range
 _IDLE_NS = 100_000  # work that is queued begins sooner after what was before it
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _NOBODY = -1
@@ -62,6 +66,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
     Steps end where the script said so (`rankscope.step()`); on a rank without such marks, where the anchor's optimizer
     region ends. With several optimizers the anchor is the one that runs least often, of equals the last in the cycle.
     Runs of it with neither a backward nor a communication between them end one step (DeepSpeed's, by group of weights).
+    On a rank without an optimizer too, steps end where the user's ranges do that are named so (`step 12`, `iteration`).
     A step starts where the one before ended; the first at the rank's first region or collective. A profiler's steps
     have a start of their own.
     What comes after the last end belongs to no step.
@@ -70,7 +75,10 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
     marks = _on_main_or_all(steps).select("rank", "start_ns", "end_ns", source)
     unmarked = regions if marks.is_empty() else regions.join(marks.select("rank").unique(), on="rank", how="anti")
     anchors = _anchor_ends(unmarked, collectives).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
-    ends = pl.concat([marks, anchors], how="diagonal")
+    unanchored = (
+        unmarked if anchors.is_empty() else unmarked.join(anchors.select("rank").unique(), on="rank", how="anti")
+    )
+    ends = pl.concat([marks, anchors, _named_steps(unanchored)], how="diagonal")
     seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
     first = seen.group_by("rank").agg(pl.col("start_ns").min().alias("_first"))
     previous = pl.col("end_ns").shift(1).over("rank")
@@ -83,6 +91,13 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
         .with_columns(pl.int_range(pl.len()).over("rank").alias("step"))
         .select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
     )
+
+
+def names_step(regions: pl.DataFrame) -> pl.Expr:
+    """Return which of these regions are ranges of the user's that are named as steps are."""
+    names = regions["name"].filter(regions["kind"] == "user").unique()
+    steps = names.filter(names.cast(pl.String).str.contains(_IS_STEP))
+    return (pl.col("kind") == "user") & pl.col("name").is_in(steps.implode())
 
 
 def agreement(steps: pl.DataFrame, collectives: pl.DataFrame) -> float | None:
@@ -393,6 +408,24 @@ def _anchor_ends(regions: pl.DataFrame, collectives: pl.DataFrame) -> pl.DataFra
     last = pl.col("end_ns") == pl.col("end_ns").max().over("rank", "_series")
     one_step = (pl.col("_backward") & (pl.col("_runs") <= pl.col("_usual"))).fill_null(False)
     return runs.join(usual, on="rank", how="left", maintain_order="left").filter(last | ~one_step)
+
+
+def _of_others(regions: pl.DataFrame, ends: pl.DataFrame) -> pl.DataFrame:
+    """Return the regions of the ranks that have no such ends."""
+    if ends.is_empty():
+        return regions
+    others = set(regions["rank"].unique()) - set(ends["rank"].unique())
+    return regions.filter(pl.col("rank").is_in(others))
+
+
+def _named_steps(regions: pl.DataFrame) -> pl.DataFrame:
+    """(rank, start_ns, end_ns, source) of steps that the user's ranges name: each goes on where the one before ended.
+
+    What lies between two ranges, input perhaps, is part of the later one.
+    """
+    begins = pl.coalesce(pl.col("end_ns").shift(1).over("rank"), "start_ns").alias("start_ns")
+    named = _outermost(regions.filter(names_step(regions)), "user")
+    return named.select("rank", begins, "end_ns", pl.lit(NAMED).alias("source"))
 
 
 def _outermost(regions: pl.DataFrame, kind: str) -> pl.DataFrame:

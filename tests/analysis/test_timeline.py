@@ -232,6 +232,27 @@ def test_backwards_in_a_graph_of_cuda_are_not_missed():
     assert ends(find_steps(marks(), regions(*rows), calls)) == [10 * n for n in range(1, 41)]
 
 
+@pytest.mark.parametrize("name", ["step {}", "iteration{}", "train_step", "Batch: {}", "global_step={}"])
+def test_without_an_optimizer_steps_end_where_ranges_do_that_are_named_as_steps(name):
+    """A range of 8 every 10; what comes before each, input say, is part of it. Layers have numbers too."""
+    rows = [(0, "user", 10 * n + 2, 10 * n + 10, name.format(n)) for n in range(3)]
+    rows += [(0, "user", 10 * n + 3, 10 * n + 5, f"layer {n}") for n in range(3)]
+    got = find_steps(marks(), regions(*rows), collectives())
+    assert got.select("start_ns", "end_ns", "source").rows() == [
+        (2, 10, "named ranges"),
+        (10, 20, "named ranges"),
+        (20, 30, "named ranges"),
+    ]
+    optimizers = optimizer_cycle("Adam#0", cycles=2)
+    assert ends(find_steps(marks(), regions(*rows, *optimizers), collectives())) == [10, 20]
+
+
+@pytest.mark.parametrize("name", ["optimizer.step", "microbatch 3", "DeepSpeedEngine.step", "epoch 1", "blocks.3"])
+def test_other_ranges_are_no_steps(name):
+    rows = [(0, "user", 10 * n + 2, 10 * n + 10, name) for n in range(3)]
+    assert find_steps(marks(), regions(*rows), collectives()).is_empty()
+
+
 def test_a_rank_whose_first_step_was_not_seen_is_renumbered():
     """Operation n is in step n of rank 0; rank 1 lacks step 0 and counts from it."""
     rows = optimizer_cycle("A#0", cycles=6) + optimizer_cycle("A#0", cycles=5, rank=1, first=10)

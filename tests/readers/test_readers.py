@@ -399,6 +399,25 @@ def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
     assert [(f.detector, f.ranks) for f in report.findings] == [("slow_rank", (1,))]
 
 
+@pytest.mark.parametrize(
+    ("name", "source"), [("iteration {}", "named ranges"), ("Optimizer.step#SGD.step, op_id = {}", "optimizer")]
+)
+def test_ranges_of_an_export_give_its_steps_and_the_time_that_they_wait_for_input(tmp_path, name, source):
+    """40 steps of 5 ms: a reduction of 0.1 ms, 2.5 ms of work, and of the 2.4 ms after it 2 ms for the next batch."""
+    events = [(n * 5_000_000 + 1, n * 5_000_000 + 2_900_000, name.format(n)) for n in range(40)]
+    events += [(end, end + 2_000_000, f"enumerate(DataLoader)#Iter.__next__, op_id = {end}") for _, end, _ in events]
+    values = ", ".join(f"({begin}, {end}, 59, '{said}', {process(50) + 50})" for begin, end, said in events)
+    extra = "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER);"
+    extra += f"INSERT INTO NVTX_EVENTS VALUES {values};"
+    kernels = all_reduces([((0,), 0)])
+    calls = [(begin, begin + 10, process(50) + 50, correlation) for begin, *_, correlation, _ in kernels]
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls, extra=extra)))
+    assert (report.steps.source, report.steps.mean_ns) == (source, pytest.approx(5_000_000, rel=0.02))
+    found, host = report.findings
+    assert (host.detector, host.lost_ns_per_step) == ("host_bound", pytest.approx(400_000, rel=0.05))
+    assert (found.detector, found.lost_ns_per_step) == ("input_stall", pytest.approx(2_000_000, rel=0.05))
+
+
 def test_a_gpu_that_communicates_alone_in_an_export_has_no_group(tmp_path):
     kernels = all_reduces([((0,), 0)])
     trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))

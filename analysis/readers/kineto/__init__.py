@@ -33,7 +33,10 @@ _CANNOT = {
     ),
 }
 _NO_STEPS = {
-    "steps": text("the trace has no ProfilerStep and no optimizer's name (call the profiler's step() once per step)")
+    "steps": text(
+        "the trace has no ProfilerStep, no optimizer's name and no range that is named as a step is (call the "
+        "profiler's step() once per step)"
+    )
 }
 _LONG_OPERATOR_NS = 1_000_000  # long enough to explain why a device was idle, and too few to take memory
 

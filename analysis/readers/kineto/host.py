@@ -7,16 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
+from rankscope.analysis.readers.annotations import range_kind
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.flops import flops
 from rankscope.analysis.readers.json_scan import OTHER_NAME
 from rankscope.analysis.readers.kineto.capture import Capture, spans_frame
-from rankscope.collectors.schema import WINDOW_STEP
 
-__all__ = ["REGION_KINDS", "launches_frames", "operators_frames", "regions_frames"]
-
-REGION_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
-_COMMUNICATION_REGIONS = ("nccl:", "gloo:", "c10d::")
+__all__ = ["launches_frames", "operators_frames", "regions_frames"]
 
 
 def launches_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
@@ -26,7 +23,7 @@ def launches_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame
 
 
 def regions_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
-    kinds = [_region_kind(name) for name in capture.names]
+    kinds = [range_kind(name) for name in capture.names]
     for code in np.union1d(capture.device_metas["collective"], capture.operator_metas["collective"]):
         if code > OTHER_NAME:  # torch 2.15 calls the spans of NCCL's operations as it calls those, without `nccl:`
             kinds[code] = None
@@ -36,13 +33,6 @@ def regions_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]
         yield spans_frame(capture, regions).with_columns(kind=kind_of.gather(regions["name"]))
     for rows in capture.operators.in_time(most):
         yield spans_frame(capture, rows).with_columns(kind=pl.lit("operator"))
-
-
-def _region_kind(name: str) -> str | None:
-    """Return the kind of an annotation of this name; None for a step, and for what collectives say better."""
-    if name.startswith(("ProfilerStep#", WINDOW_STEP, *_COMMUNICATION_REGIONS)):
-        return None
-    return next((kind for begin, kind in REGION_KINDS.items() if name.startswith(begin)), "user")
 
 
 def operators_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from rankscope.analysis.readers.annotations import TRAINS
 from rankscope.analysis.readers.kineto.capture import Ints
-from rankscope.analysis.readers.kineto.host import REGION_KINDS
 from rankscope.analysis.readers.kineto.steps import announces_step
 from rankscope.analysis.readers.spill_file import Rows
 
@@ -21,7 +21,7 @@ def thread_numbers(names: Sequence[str], spans: Rows, launches: Rows, *operators
     The main thread announces the steps; else it runs the optimizer or waits for the loader (autograd's own thread may
     launch more); else it launches most.
     """
-    trains = np.array([name.startswith(tuple(REGION_KINDS)) for name in names], bool)
+    trains = np.array([name.startswith(TRAINS) for name in names], bool)
     chosen = (spans.where(which.__getitem__, "name")["tid"] for which in (announces_step(names), trains))
     steps = next((tids for tids in chosen if len(tids)), np.empty(0, np.int64))
 

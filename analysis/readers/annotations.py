@@ -1,0 +1,20 @@
+"""What the name of a range of torch's says: record_function's in a profiler's trace, NVTX's in an Nsight export."""
+
+from __future__ import annotations
+
+import re
+
+from rankscope.collectors.schema import WINDOW_STEP
+
+__all__ = ["TRAINS", "range_kind"]
+
+_KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
+TRAINS = tuple(_KINDS)  # how names begin of what only the thread that trains does
+_LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.escape(WINDOW_STEP))
+
+
+def range_kind(name: str) -> str | None:
+    """Return the kind of the region of this name; None for a profiler's step, and for what collectives say better."""
+    if _LEFT_OUT.match(name):
+        return None
+    return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), "user")
