@@ -186,9 +186,12 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
     kernels = capture.frame("device").join(rank_of, on=["process", "device"], nulls_equal=True)
     launched = kernels.select("process", "correlation", "rank", "node").drop_nulls("correlation")
     launched = launched.unique(["process", "correlation"], keep="first")
-    launches = capture.frame("launches").join(launched, on=["process", "correlation"], nulls_equal=True)
-    # A range belongs to its process's rank: where a process drives several GPUs, to the first.
+    # What launched nothing (a synchronization, say), and a range, belongs to its process's rank: where a process drives
+    # several GPUs, to the first.
     own = rank_of.drop("device").unique("process", keep="first", maintain_order=True)
+    calls = capture.frame("launches").join(own, on="process", nulls_equal=True)
+    calls = calls.join(launched, on=["process", "correlation"], how="left", nulls_equal=True, suffix="_of_work")
+    launches = calls.with_columns(rank=pl.coalesce("rank_of_work", "rank")).drop("rank_of_work", "node_of_work")
     ranges = capture.frame("ranges").join(own, on="process", nulls_equal=True)
     kinds = {name: range_kind(name) for name in ranges["name"].unique()}
     regions = ranges.with_columns(kind=pl.col("name").replace_strict(kinds, return_dtype=pl.String)).drop_nulls("kind")
