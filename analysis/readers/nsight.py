@@ -3,7 +3,7 @@
 Device work, the calls that launched it, and NVTX ranges; several GPUs may share one file. A file does not say which
 ranks its GPUs are: where each file is of one GPU, the numbers in the files' names are taken; else ranks are counted in
 the order of the names and, within a file, of the devices. Tables that an export lacks are no error, but `gaps` names
-them. Times are ns since the capture began, on one clock per file.
+them. Times are ns since the capture began, on one clock per file, or per host where the files say when they began.
 
 Source: Nsight Systems user guide, "SQLite schema reference"; exports of 2021 to 2026.
 """
@@ -57,11 +57,13 @@ _RANGES = (59, 60)  # NVTX push/pop and start/end ranges
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 # Torch numbers each call of an operator (`aten::add, op_id = 17`): the name alone is what is alike.
 _NUMBERS = r", (?:seq|op_id|sizes|input_op_ids) = .*$"
+_VERSION = r"_v\d+$"  # of the interface, at the end of a call's name
 _PID_STEP = 1 << 24  # a thread's global id is the process's number times this, plus the thread's id
 _CHUNK = 100_000  # rows that are held as Python objects at a time
 _PATIENCE_S = 600.0  # a query that an export was given to run never comes to an end
 _OPERATIONS = 1_000_000  # of SQLite, between two looks at the clock
 _NOT_MAIN = 65535
+_SAME_START_NS = 1_000_000_000  # hosts that were started within so long are one, if they have the same name
 _BYTES_PER_S = 40_000_000  # of a core
 _LACKS = {
     "breakdown": text("NVTX ranges do not show what the host waited for"),
@@ -90,6 +92,7 @@ class _Capture:
     places: Sequence[tuple[int | None, int]]
     gpus: Mapping[int, str]
     host: str
+    since: tuple[int, int] | None  # when time 0 was: unix time, and the host's own clock since it was started
     version: str
     problems: tuple[tuple[str, int | None, str], ...]  # table, count, why
 
@@ -129,7 +132,6 @@ def _cpu_s(file: Path) -> float:
 
 
 def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
-    frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": []}
     ranks: list[dict[str, Any]] = []
     missing: list[Gap] = []
     numbers = _numbers(files) if all(len(capture.places) == 1 for capture in captures) else None
@@ -137,15 +139,18 @@ def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
         missing.append(
             gap("ranks", text("the files do not name their ranks: they are numbered in the order of their names"))
         )
-    for node, capture in enumerate(captures):
-        first = len(ranks) if numbers is None else numbers[node]
-        ranks += _ranks(capture, first, node)
-        rows = _rows_of_ranks(capture, first, node)
-        for name, frame in rows.items():
-            frames[name].append(frame)
-        missing += _of_capture(capture, len(rows["kernels"]))
-    tables = {name: pl.concat(parts) for name, parts in frames.items()}
-    inferred = infer_groups(tables["kernels"], tables["launches"])
+    firsts = numbers or [sum(len(before.places) for before in captures[:number]) for number in range(len(captures))]
+    nodes = _nodes(captures)
+    tables, inferred = _matched(captures, firsts, nodes)
+    apart = [(number, 0) for number in range(len(captures))]
+    if inferred.alone and nodes != apart:  # their times may not be what they say
+        of_own_clocks = _matched(captures, firsts, apart)
+        if of_own_clocks[1].alone < inferred.alone:
+            nodes, (tables, inferred) = apart, of_own_clocks
+    for capture, first, (node, later_ns) in zip(captures, firsts, nodes, strict=True):
+        ranks += _ranks(capture, first, node, later_ns)
+        kernels = tables["kernels"].filter(pl.col("rank").is_between(first, first + len(capture.places) - 1))
+        missing += _of_capture(capture, len(kernels))
     tables |= {"collectives": inferred.collectives, "groups": inferred.groups}
     missing += _of_groups(inferred)
     return FrameReader(
@@ -155,19 +160,54 @@ def _run_of(files: Sequence[Path], captures: Sequence[_Capture]) -> FrameReader:
         lacks=_LACKS if inferred.groups.is_empty() else {k: why for k, why in _LACKS.items() if k != "collectives"},
         run={
             node: {"hostname": capture.host, "versions": {"nsys": capture.version}}
-            for node, capture in enumerate(captures)
+            for capture, (node, _) in zip(captures, nodes, strict=True)
         },
     )
 
 
-def _ranks(capture: _Capture, first: int, node: int) -> list[dict[str, Any]]:
+def _matched(
+    captures: Sequence[_Capture], firsts: Sequence[int], nodes: Sequence[tuple[int, int]]
+) -> tuple[dict[str, pl.DataFrame], Inferred]:
+    """Return the rows of all files, by table, and the groups that they show."""
+    frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": []}
+    for capture, first, (node, later_ns) in zip(captures, firsts, nodes, strict=True):
+        for name, frame in _rows_of_ranks(capture, first, node).items():
+            frames[name].append(frame.with_columns(pl.col("start_ns", "end_ns") + later_ns))
+    tables = {name: pl.concat(parts) for name, parts in frames.items()}
+    return tables, infer_groups(tables["kernels"], tables["launches"])
+
+
+def _nodes(captures: Sequence[_Capture]) -> list[tuple[int, int]]:
+    """Return each file's node, and what to add to its times.
+
+    Files of one host that say when they began share its clock. A host is the same if it has the name and was started at
+    the same time.
+    """
+    found: list[tuple[int, int]] = []
+    hosts: list[tuple[str, int, int]] = []  # name, when it was started, time 0 of its first file
+    for capture in captures:
+        unix_ns, own_ns = capture.since or (0, 0)
+        started_ns = unix_ns - own_ns
+        same = (
+            node
+            for node, (name, started, _) in enumerate(hosts)
+            if capture.since and name == capture.host and abs(started - started_ns) < _SAME_START_NS
+        )
+        node = next(same, len(hosts))
+        if node == len(hosts):
+            hosts.append((capture.host if capture.since else "", started_ns, own_ns))
+        found.append((node, own_ns - hosts[node][2]))
+    return found
+
+
+def _ranks(capture: _Capture, first: int, node: int, start_ns: int) -> list[dict[str, Any]]:
     """Return the ranks of one file, numbered from `first` on."""
     return [
         {
             "rank": first + i,
             "node": node,
             "local_rank": i,
-            "start_ns": 0,
+            "start_ns": start_ns,
             "hostname": capture.host,
             "pid": None if process is None else process // _PID_STEP % _PID_STEP,
             "device": capture.gpus.get(device, "GPU"),
@@ -338,12 +378,18 @@ class _Reading:
             places=_places(device),
             gpus=gpus,
             host=dict(self._settings("TARGET_INFO_SYSTEM_ENV")).get("Hostname", ""),
+            since=self._since(),
             version=meta.get("EXPORT_PRODUCT_VERSION", ""),
             problems=tuple(self._problems),
         )
 
     def _settings(self, name: str) -> list[tuple[str, str]]:
         return self._select(name, "run", name=("name", pl.String), value=("value", pl.String)).rows()
+
+    def _since(self) -> tuple[int, int] | None:
+        columns = {"unix": ("utcEpochNs", pl.Int64), "own": ("systemClockNs", pl.Int64)}
+        found = self._select("TARGET_INFO_SESSION_START_TIME", "clocks", **columns).drop_nulls()
+        return found.row(0) if len(found) else None
 
     def _columns(self, name: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{name}")')}
@@ -429,9 +475,8 @@ class _Reading:
             correlation=("correlationId", pl.Int64),
         )
         rows = self._with_times(rows.pipe(self._named, "what", "text"), _RUNTIME, "launches")
-        return rows.select(
-            "start_ns", "end_ns", pl.col("text").fill_null("").alias("name"), *self._thread(), "correlation"
-        )
+        name = pl.col("text").fill_null("").str.replace(_VERSION, "")
+        return rows.select("start_ns", "end_ns", name.alias("name"), *self._thread(), "correlation")
 
     def _ranges(self) -> pl.DataFrame:
         rows = self._select(

@@ -400,6 +400,45 @@ def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("hosts", "since", "nodes"),
+    [
+        (("a", "a"), ((1_000, 100), (1_700, 800)), [0, 0]),  # the second began 700 ns later
+        (("a", "b"), ((1_000, 100), (1_700, 800)), [0, 1]),
+        (("a", "a"), ((1_000, 100), (10**18, 800)), [0, 1]),  # another machine with that name
+        (("a", "a"), (None, None), [0, 1]),
+    ],
+    ids=["one host", "two hosts", "started at other times", "not said"],
+)
+def test_exports_of_one_host_share_its_clock(tmp_path, hosts, since, nodes):
+    """Device 1 begins each of 40 reductions 1 ms late. Times in a file count from when its capture began.
+
+    Without a clock in common it is open which of the reductions, one every 5 ms, are one.
+    """
+    for rank, (host, began) in enumerate(zip(hosts, since, strict=True)):
+        extra = f"""
+            CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
+            INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname', '{host}');
+            CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, systemClockNs INTEGER);
+        """
+        extra += f"INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES {began};" if began else ""
+        later = 700 * rank if began else 0
+        kernels = [
+            (begin - later, end - later, *rest)
+            for begin, end, gpu, *rest in (
+                (*row[:3], *row[2:]) for row in all_reduces([((0, 1), 0)], late_ns=10**6, late=1)
+            )
+            if gpu == rank
+        ]
+        nsight(tmp_path / f"rank{rank}.sqlite", kernels=kernels, extra=extra)
+    trace = Trace.open(tmp_path)
+    assert trace.table("ranks").collect()["node"].to_list() == nodes
+    found = [(finding.detector, finding.ranks) for finding in diagnose(trace).findings]
+    assert found == ([("slow_rank", (1,))] if nodes == [0, 0] else [])
+    starts = dict(trace.table("kernels").group_by("rank").agg(pl.col("start_ns").min()).collect().rows())
+    assert starts == {0: 0, 1: 1_000_000 if nodes == [0, 0] else 1_000_000 - later}
+
+
+@pytest.mark.parametrize(
     ("name", "source"), [("iteration {}", "named ranges"), ("Optimizer.step#SGD.step, op_id = {}", "optimizer")]
 )
 def test_ranges_of_an_export_give_its_steps_and_the_time_that_they_wait_for_input(tmp_path, name, source):
