@@ -4,7 +4,7 @@
 the last peer arrived; waits for peers are no part of it. The first and the last such operation of a step do not count,
 since nothing of the step lies before or after them to hide behind. No more can be hidden than the rank computes in the
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
-of tensor, expert and pipeline parallelism, whose results the next operator needs, so that earlier calls cannot hide
+of tensor, expert and pipeline parallelism and all-to-alls, whose results the next operator needs, so that earlier calls cannot hide
 them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
 distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Sends and receives of
 pipeline stages are left open then: stages wait for each other by design. Where gradients cannot be distinguished from
@@ -86,12 +86,13 @@ _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 _IN_OTHERS = 1 / 3  # of the mean loss
-_INLINE = ("tensor", "expert", "pipeline")  # groups whose results the next operator needs
+_INLINE = ("tensor", "expert", "exchange", "pipeline")  # groups whose results the next operator needs
 _KINDS = {
     "data": text("data parallelism"),
     "sharded": text("sharded parameters"),
     "tensor": text("tensor parallelism"),
     "expert": text("expert parallelism"),
+    "exchange": text("all-to-all"),  # of tokens, sequences or embeddings: its name does not say
     "pipeline": text("pipeline parallelism"),
 }
 _ADVICE = {
@@ -109,6 +110,10 @@ _ADVICE = {
     "expert": text(
         "Experts need the tokens, so issuing it earlier hides nothing: compute one part of the batch while the tokens "
         "of another move (Megatron's --overlap-moe-expert-parallel-comm, DualPipe), or keep experts on the node."
+    ),
+    "exchange": text(
+        "What follows needs the data, so issuing it earlier hides nothing: compute one part of the batch while that of "
+        "another moves, keep the group on the node, or send less."
     ),
     "pipeline": text(
         "Send and receive while another microbatch is computed (Megatron's --overlap-p2p-communication with an "

@@ -46,7 +46,7 @@ _KINDS_BY_NAME = {
     "expert": r"(?i)(^|[^a-z])ep([^a-z]|$)|expert",
     "sharded": r"(?i)fsdp|shard|zero",
 }
-_KINDS_BY_OP = {"pipeline": r"^(send|recv)$", "expert": r"^alltoall", "sharded": r"^(allgather|reduce_scatter)"}
+_KINDS_BY_OP = {"pipeline": r"^(send|recv)$", "exchange": r"^alltoall", "sharded": r"^(allgather|reduce_scatter)"}
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:

@@ -22,7 +22,7 @@ from typing import Any
 import polars as pl
 
 from rankscope.analysis.model.finding import Gap
-from rankscope.analysis.model.kernels import MEMORY, device_work
+from rankscope.analysis.model.kernels import MEMORY, device_work, op_said
 from rankscope.analysis.readers.annotations import range_kind
 from rankscope.analysis.readers.base import (
     FrameReader,
@@ -57,6 +57,7 @@ _RANGES = (59, 60)  # NVTX push/pop and start/end ranges
 _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 # Torch numbers each call of an operator (`aten::add, op_id = 17`): the name alone is what is alike.
 _NUMBERS = r", (?:seq|op_id|sizes|input_op_ids) = .*$"
+_OPERATION = "nccl:"  # how torch's ranges of operations begin
 _VERSION = r"_v\d+$"  # of the interface, at the end of a call's name
 _PID_STEP = 1 << 24  # a thread's global id is the process's number times this, plus the thread's id
 _CHUNK = 100_000  # rows that are held as Python objects at a time
@@ -169,12 +170,12 @@ def _matched(
     captures: Sequence[_Capture], firsts: Sequence[int], nodes: Sequence[tuple[int, int]]
 ) -> tuple[dict[str, pl.DataFrame], Inferred]:
     """Return the rows of all files, by table, and the groups that they show."""
-    frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": []}
+    frames: dict[str, list[pl.DataFrame]] = {"kernels": [], "launches": [], "regions": [], "operations": []}
     for capture, first, (node, later_ns) in zip(captures, firsts, nodes, strict=True):
         for name, frame in _rows_of_ranks(capture, first, node).items():
             frames[name].append(frame.with_columns(pl.col("start_ns", "end_ns") + later_ns))
     tables = {name: pl.concat(parts) for name, parts in frames.items()}
-    return tables, infer_groups(tables["kernels"], tables["launches"])
+    return tables, infer_groups(tables["kernels"], tables["launches"], tables.pop("operations"))
 
 
 def _nodes(captures: Sequence[_Capture]) -> list[tuple[int, int]]:
@@ -233,10 +234,21 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
     calls = calls.join(launched, on=["process", "correlation"], how="left", nulls_equal=True, suffix="_of_work")
     launches = calls.with_columns(rank=pl.coalesce("rank_of_work", "rank")).drop("rank_of_work", "node_of_work")
     ranges = capture.frame("ranges").join(own, on="process", nulls_equal=True)
-    kinds = {name: range_kind(name) for name in ranges["name"].unique()}
-    regions = ranges.with_columns(kind=pl.col("name").replace_strict(kinds, return_dtype=pl.String)).drop_nulls("kind")
-    found = {"kernels": kernels, "launches": launches, "regions": regions}
+    names = ranges["name"].unique()
+    kind, op = ({name: of(name) for name in names} for of in (range_kind, _op_of_range))
+    regions, operations = (
+        ranges.with_columns(pl.col("name").replace_strict(said, return_dtype=pl.String).alias(column)).drop_nulls(
+            column
+        )
+        for column, said in (("kind", kind), ("op", op))
+    )
+    found = {"kernels": kernels, "launches": launches, "regions": regions, "operations": operations}
     return {name: frame.drop("process") for name, frame in found.items()}
+
+
+def _op_of_range(name: str) -> str | None:
+    """Return the operation that torch calls in a range of this name, as `nccl:all_to_all`; None: none."""
+    return op_said(name.removeprefix(_OPERATION)) if name.startswith(_OPERATION) else None
 
 
 def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:

@@ -73,10 +73,11 @@ class _Fit:
     apart_ns: float
 
 
-def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame) -> Inferred:
+def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame, called: pl.DataFrame) -> Inferred:
     """Give the operations behind these kernels of all ranks, and the groups that they show.
 
-    `kernels` and `launches` have the columns of their tables. Times of one `node` are of one clock.
+    `kernels` and `launches` have the columns of their tables, `called` (rank, start_ns, end_ns, op) says when hosts
+    called what. Times of one `node` are of one clock.
     """
     rows = _operations(kernels, launches)
     ops = sorted(set(rows["op"]))
@@ -102,6 +103,8 @@ def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame) -> Inferred:
     collectives = rows.drop("row", "stream", "device").with_columns(
         group_id=pl.Series(group_id), seq=pl.Series(seq), peer=pl.lit(-1), tag=pl.lit(0), dtype=pl.lit("unknown")
     )
+    said = pl.col("said").drop_nulls().first().over("group_id", "seq")  # on any of its ranks
+    collectives = _called_in(collectives, called).with_columns(op=pl.coalesce(said, "op")).drop("said")
     groups = pl.DataFrame(known, schema=_GROUPS).filter(pl.col("members") != "")
     return Inferred(collectives=collectives, groups=groups, alone=alone)
 
@@ -128,6 +131,14 @@ def _operations(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
         )
         .with_row_index("row")
     )
+
+
+def _called_in(collectives: pl.DataFrame, called: pl.DataFrame) -> pl.DataFrame:
+    """Return the operations with `said`, the one of the range in which the host called each; null: in none."""
+    begun = called.sort("start_ns").select("rank", "start_ns", until_ns="end_ns", said="op")
+    joined = collectives.sort("start_ns").join_asof(begun, on="start_ns", by="rank", check_sortedness=False)
+    inside = pl.col("start_ns") < pl.col("until_ns")
+    return joined.with_columns(said=pl.when(inside).then("said")).drop("until_ns").sort("rank", "device_start_ns")
 
 
 def _stream(rows: pl.DataFrame, ops: Sequence[str]) -> _Stream:

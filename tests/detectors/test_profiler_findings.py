@@ -138,6 +138,16 @@ def test_the_command_line_shows_the_exposed_communication_of_one_rank_of_eight()
     assert exposed == {"current": 17_193_351, "hook": 15_732_820}
 
 
+def test_copies_of_8_bytes_for_which_hosts_wait_are_found_in_an_export_of_nsight():
+    """17 and 16 times in 300 ms both hosts wait 8 to 13 ms in `cudaStreamSynchronize` for 8 bytes to be on the device."""
+    of = report("nsys/mfu_2gpu_before.sqlite")
+    found = of.findings[0]
+    assert (found.detector, found.ranks, found.where) == ("host_sync", (0, 1), "aten::copy_, cudaStreamSynchronize")
+    assert "16.5 times per step" in found.title
+    assert {finding.caused_by for finding in of.findings[1:]} == {"host_sync"}
+    assert [(group.op, group.kind) for group in of.groups] == [("alltoall", "exchange")]
+
+
 def test_two_gpus_of_one_export_that_wait_for_each_other_are_compared_and_chance_is_excluded():
     """Of 33 exchanges between two GPUs, GPU 1 begins 22 last; it waits 2.5 ms for GPU 0, and GPU 0 10.9 ms for it.
 
