@@ -4,11 +4,12 @@
 the last peer arrived; waits for peers are no part of it. The first and the last such operation of a step do not count,
 since nothing of the step lies before or after them to hide behind. No more can be hidden than the rank computes in the
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
-of tensor, expert and pipeline parallelism and all-to-alls, whose results the next operator needs, so that earlier calls cannot hide
-them, from `min_fraction_coarse`. Where the other ranks were not recorded, transfer and wait for peers cannot be
-distinguished: the finding is an upper bound, and reported from `min_fraction_coarse` on, too. Sends and receives of
-pipeline stages are left open then: stages wait for each other by design. Where gradients cannot be distinguished from
-other operations (no backward, or no optimizer, was recorded) they are analyzed as these.
+from `min_fraction_coarse` on where the next operator needs the result, so that earlier calls cannot hide it (tensor,
+expert and pipeline parallelism, all-to-alls), or may need it: groups of some of the ranks whose names say nothing.
+Where the other ranks were not recorded, transfer and wait for peers cannot be distinguished: the finding is an upper
+bound, and reported from `min_fraction_coarse` on, too. Sends and receives of pipeline stages are left open then: stages
+wait for each other by design. Where gradients cannot be distinguished from other operations (no backward, or no
+optimizer, was recorded) they are analyzed as these.
 
 Of gradients: transfer that blocks a rank between the last computation of backward and the optimizer, compared with what
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
@@ -86,7 +87,8 @@ _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 _IN_OTHERS = 1 / 3  # of the mean loss
-_INLINE = ("tensor", "expert", "exchange", "pipeline")  # groups whose results the next operator needs
+# Groups whose results the next operator needs, or may need.
+_INLINE = ("tensor", "expert", "exchange", "pipeline", "unknown")
 _KINDS = {
     "data": text("data parallelism"),
     "sharded": text("sharded parameters"),
@@ -94,6 +96,7 @@ _KINDS = {
     "expert": text("expert parallelism"),
     "exchange": text("all-to-all"),  # of tokens, sequences or embeddings: its name does not say
     "pipeline": text("pipeline parallelism"),
+    "unknown": text("its name does not say what for"),
 }
 _ADVICE = {
     "data": text("Reduce gradients in smaller buckets while backward runs (bucket_cap_mb, or hooks per layer)."),
@@ -118,6 +121,10 @@ _ADVICE = {
     "pipeline": text(
         "Send and receive while another microbatch is computed (Megatron's --overlap-p2p-communication with an "
         "interleaved schedule), or send less: sequence parallelism, larger microbatches."
+    ),
+    "unknown": text(
+        "Where the next operator does not need the result, issue it while something else is computed; where it does, "
+        "compute one part of the batch while that of another moves, keep the group on the node, or send less."
     ),
 }
 
@@ -148,7 +155,8 @@ def detect(
     if groups is not None:
         judged: list[tuple[str, ...]] = []  # kinds of groups whose reductions were judged as gradients
         if unresolved is None:
-            judged = [("data", *_REDUCTIONS), *([("sharded", *_REDUCTIONS)] if findings else [])]
+            kinds = ("data", "unknown", "sharded") if findings else ("data", "unknown")
+            judged = [(kind, *_REDUCTIONS) for kind in kinds]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
         grid, costly, open_ns = judged_grid(breakdown, 1), [], 0.0
         for one in _operations(breakdown, phases, collectives, groups):

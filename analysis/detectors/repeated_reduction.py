@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import longest_rows, price, transfer_grid
-from rankscope.analysis.metrics.exposed_communication import kind_of_group, with_exposed
+from rankscope.analysis.metrics.exposed_communication import described, kind_of_group, with_exposed
 from rankscope.analysis.metrics.step_matrix import TRIM, estimate, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
@@ -122,8 +122,7 @@ def _numbered(rows: pl.DataFrame, regions: pl.DataFrame) -> pl.DataFrame:
 
 def _repeated(rows: pl.DataFrame, groups: pl.DataFrame, min_bytes: int) -> pl.DataFrame:
     """Return the reductions of all passes but the last that move about as much as its, with its number as `last`."""
-    named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))
-    rows = rows.join(named.unique("group_id"), on="group_id", how="left").filter(kind_of_group() == "data")
+    rows = rows.join(described(groups), on="group_id", how="left").filter(kind_of_group().is_in(["data", "unknown"]))
     in_step = ["rank", "step", "group_id"]
     size = pl.col("size_bytes").fill_null(0)
     outside = size.filter(pl.col("nth").is_null()).sum().over(in_step)

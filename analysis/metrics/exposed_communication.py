@@ -14,9 +14,11 @@ from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.rank_keys import RankKeys
+from rankscope.collectors.rank_ranges import members_of
 
 __all__ = [
     "by_group",
+    "described",
     "held_up",
     "hidden_behind",
     "is_awaited",
@@ -46,7 +48,9 @@ _KINDS_BY_NAME = {
     "expert": r"(?i)(^|[^a-z])ep([^a-z]|$)|expert",
     "sharded": r"(?i)fsdp|shard|zero",
 }
-_KINDS_BY_OP = {"pipeline": r"^(send|recv)$", "exchange": r"^alltoall", "sharded": r"^(allgather|reduce_scatter)"}
+_KINDS_BY_OP = {"pipeline": r"^(send|recv)$", "exchange": r"^alltoall"}
+_SHARES = r"(?i)(^|[^a-z])d?dp([^a-z]|$)|data|replica"  # data, and so parameters
+_SHARDS = r"^(allgather|reduce_scatter)"
 
 
 def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> Ints:
@@ -157,7 +161,6 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
     rows = _in_groups(collectives, phases, [*_SHOWN_AS])
-    named = groups.select("group_id", about=pl.concat_str("name", "role", separator=" ", ignore_nulls=True))
     key = ["group_id", "group", "group_size"]
     steps = phases.select(pl.col("step").n_unique()).item()
     per_rank = 1 / (steps * pl.col("rank").n_unique())
@@ -173,14 +176,14 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     return (
         rows.group_by(key)
         .agg(*sums, most.alias("op"))
-        .join(named.unique("group_id"), on="group_id", how="left")
+        .join(described(groups), on="group_id", how="left")
         .join(hidden, on="group_id", how="left")
         .with_columns(
             kind=kind_of_group(), group=pl.col("group").fill_null(""), hidden_by=pl.col("hidden_by").fill_null("")
         )
         .sort(total, "group", descending=[True, False])
         .head(_LISTED)
-        .drop("group_id", "about")
+        .drop("group_id", "role", "about", "of_all")
     )
 
 
@@ -218,8 +221,22 @@ def _in_groups(collectives: pl.DataFrame, phases: pl.DataFrame, parts: Sequence[
     )
 
 
+def described(groups: pl.DataFrame) -> pl.DataFrame:
+    """Return (group_id, role, about, of_all): what a group is called, and whether it holds all ranks of any group."""
+    members = {said: members_of(said or "") for said in groups["members"].unique()}
+    everyone = len(set().union(*members.values()))
+    of_all = [len(members[said]) >= everyone for said in groups["members"]]
+    about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
+    named = groups.select("group_id", "role", about=about, of_all=pl.Series(of_all, dtype=pl.Boolean))
+    return named.unique("group_id")
+
+
 def kind_of_group() -> pl.Expr:
-    """Return the group's purpose: by its name, or by its most frequent operation."""
+    """Return the group's purpose, of the columns of `described` and `op`, its most frequent operation.
+
+    By its name, else by the operation. Where that says nothing, ranks that are all in it share data or parameters; what
+    some of them do together is not known.
+    """
     kind = pl.lit(None, pl.String)
     for column, patterns in (("about", _KINDS_BY_NAME), ("op", _KINDS_BY_OP)):
         for name, pattern in patterns.items():
@@ -228,4 +245,7 @@ def kind_of_group() -> pl.Expr:
                 .then(pl.lit(name))
                 .otherwise(kind)
             )
-    return kind.fill_null("data")
+    shards = pl.col("op").cast(pl.String).str.contains(_SHARDS)
+    shares = pl.col("of_all").fill_null(True) | pl.col("about").str.contains(_SHARES).fill_null(False)
+    by_op = pl.when(shards).then(pl.lit("sharded")).otherwise(pl.lit("data"))
+    return kind.fill_null(pl.when(shares).then(by_op).otherwise(pl.lit("unknown")))

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.distinct import distinct
-from rankscope.analysis.metrics.exposed_communication import kind_of_group, spent, with_exposed
+from rankscope.analysis.metrics.exposed_communication import described, kind_of_group, spent, with_exposed
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
@@ -59,13 +59,11 @@ def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, I
     pairs, pair = distinct(group * len(OPS) + codes)
     one_of = np.zeros(len(pairs), np.int64)
     one_of[pair] = np.arange(len(rows))
-    about = pl.concat_str("name", "role", separator=" ", ignore_nulls=True)
-    named = groups.select("group_id", "role", about=about).unique("group_id")
     role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
     op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit(P2P)).otherwise(pl.col("op").cast(pl.String))
     of_pair = (
         rows.select("group_id", "op", "group")[one_of]
-        .join(named, on="group_id", how="left", maintain_order="left")
+        .join(described(groups), on="group_id", how="left", maintain_order="left")
         .select(sort=pl.coalesce(role, "group", pl.lit("")), kind=kind_of_group(), op=op)
     )
     purposes = of_pair.unique(maintain_order=True)

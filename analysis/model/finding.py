@@ -274,9 +274,10 @@ class DevicePart:
 class GroupTime:
     """The time of a process group's communication, mean per judged step of its ranks.
 
-    `kind` is what it is for: "data", "sharded", "tensor", "pipeline", "expert", or "exchange" (all-to-alls of a group
-    whose name does not say). `exposed_ns` are transfers that no computation hides, `wait_ns` is for late peers,
-    `unattributed_ns` either of them: not matched; `hidden_by` is where most of what runs meanwhile was launched.
+    `kind` is what it is for: "data", "sharded", "tensor", "pipeline", "expert"; where its name does not say, also
+    "exchange" (all-to-alls) or "unknown" (other operations of some of the ranks). `exposed_ns` are transfers that no
+    computation hides, `wait_ns` is for late peers, `unattributed_ns` either of them: not matched; `hidden_by` is where
+    most of what runs meanwhile was launched.
     """
 
     group: str

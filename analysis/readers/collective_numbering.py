@@ -138,8 +138,10 @@ def _shift(reference: Sequence, rows: Sequence, one_clock: bool) -> int | None:
             continue
         apart = rows.end_ns[here] - reference.end_ns[there]
         off = np.abs(apart if one_clock else apart - np.median(apart))
-        stretches = np.array_split(off, max(1, len(off) // _STRETCH))
         spread = float(np.median(off))
+        if spread > _MOST_NS:  # so that of some stretch is, too
+            continue
+        stretches = np.array_split(off, max(1, len(off) // _STRETCH))
         if all(float(np.median(stretch)) <= _MOST_NS for stretch in stretches):
             fits.append((spread, shift))
     best = min(fits, default=None)

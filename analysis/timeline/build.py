@@ -264,7 +264,7 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     stretch, collectives = source.stretch, matched.collectives
     regions = source.read("regions")
     hosts, incomparable, of_numbers = _host_steps(source, matched, regions)
-    if (hosts["source"] == NAMED).any():
+    if (hosts["source"] == NAMED).any() or source.trace.source != "native":
         regions = regions.filter(~names_step(regions))  # a step is no place in it
     read_whole = pl.col("step") >= (stretch.first if stretch else 0)
     whole, of_operations = without_lost_operations(hosts.filter(read_whole), collectives, matched.groups)

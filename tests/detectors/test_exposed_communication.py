@@ -98,7 +98,7 @@ def gathers(steps, transfer_ms):
             group_id=pl.lit(0), group=pl.lit("fsdp"), group_size=pl.lit(2), size_bytes=pl.lit(10 * MB)
         ),
         None,
-        pl.DataFrame({"group_id": [0], "name": ["fsdp"], "role": [""]}),
+        pl.DataFrame({"group_id": [0], "name": ["fsdp"], "role": [""], "members": ["0-3"]}),
     )
 
 
@@ -157,7 +157,7 @@ def test_the_limit_is_that_of_the_groups_there_are(role, percent):
     calls = pl.concat([reduced, more], how="diagonal").with_columns(
         device_start_ns="start_ns", group=pl.col("group_id").cast(pl.String), group_size=pl.lit(2)
     )
-    groups = pl.DataFrame({"group_id": [0, 1], "name": ["0", "1"], "role": ["", role]})
+    groups = pl.DataFrame({"group_id": [0, 1], "name": ["0", "1"], "role": ["", role], "members": ["0-3", "0,1"]})
     seen = breakdown, pl.concat([phases, spans], how="diagonal"), regions, calls, None, groups
     assert exposed_communication.detect(*seen) == []
     assert exposed_communication.resolution_ns(*seen) == 2 * percent * MS

@@ -139,7 +139,7 @@ def test_the_command_line_shows_the_exposed_communication_of_one_rank_of_eight()
 
 
 def test_copies_of_8_bytes_for_which_hosts_wait_are_found_in_an_export_of_nsight():
-    """17 and 16 times in 300 ms both hosts wait 8 to 13 ms in `cudaStreamSynchronize` for 8 bytes to be on the device."""
+    """17 and 16 times in 300 ms hosts wait 8 to 13 ms in `cudaStreamSynchronize` for 8 bytes to be on the device."""
     of = report("nsys/mfu_2gpu_before.sqlite")
     found = of.findings[0]
     assert (found.detector, found.ranks, found.where) == ("host_sync", (0, 1), "aten::copy_, cudaStreamSynchronize")

@@ -16,7 +16,9 @@ from support.paths import SCRIPTS
 
 RANKSCOPE = Path(sys.executable).with_name("rankscope")
 MS, MB, STEPS = 1_000_000, 2**20, 10
-GROUPS = pl.DataFrame({"group_id": [0, 1], "name": ["0", "1"], "role": ["default_pg", "mesh_tp"]})
+GROUPS = pl.DataFrame(
+    {"group_id": [0, 1], "name": ["0", "1"], "role": ["default_pg", "mesh_tp"], "members": ["0-3", "0,1"]}
+)
 LAST = [(1, 0, 10 * MB, 20)]  # in the second pass, of all ranks, 10 MB, in 20 ms that block
 
 

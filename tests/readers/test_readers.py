@@ -250,7 +250,10 @@ CHUNKS = ((0, 1, 0), (1, 1, 1), (2, 3, 0), (3, 3, 1))  # start in ms, stage, mic
 
 
 def nsight(path, *, kernels, runtime=(), extra=""):
-    """An export. A kernel is (start, end, device, process, correlation, name), a call (start, end, thread, …)."""
+    """An export. A kernel is (start, end, device, process, correlation, name), a stream too if it has one of its own.
+
+    A call is (start, end, thread, …).
+    """
     with sqlite3.connect(path) as database:
         database.executescript(
             """
@@ -266,7 +269,9 @@ def nsight(path, *, kernels, runtime=(), extra=""):
             """
             + extra
         )
-        database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, 7, ?, ?)", kernels)
+        rows = [(*row[:6], *(row[6:] or [7])) for row in kernels]
+        columns = "start, end, deviceId, globalPid, correlationId, demangledName, streamId"
+        database.executemany(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
         database.executemany("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, 3)", runtime)
     return path
 
@@ -389,6 +394,18 @@ def test_groups_of_an_export_are_the_gpus_whose_operations_overlap_and_end_toget
     assert groups == [(0, "0,2"), (1, "1,3"), (2, "0,2"), (3, "1,3")]
     assert "2 groups inferred from order, names and ends" in whys(trace)
     assert trace.table("collectives").collect()["op"].unique().to_list() == ["allreduce"]
+
+
+def test_gpus_that_keep_in_step_by_one_group_are_not_taken_for_one_of_their_other_groups(tmp_path):
+    """GPUs 0 and 1, 2 and 3 reduce on stream 7, 0 and 2, 1 and 3 on stream 8, each second pair 0.1 ms early or late."""
+    kernels = []
+    for pair, stream, off in (((0, 1), 7, 0), ((2, 3), 7, 100_000), ((0, 2), 8, 0), ((1, 3), 8, 100_000)):
+        for i in range(40):
+            begin = i * 5_000_000 + (1_000_000 if stream == 8 else 0) + off * (-1) ** (i // 2)
+            kernels += [(begin, begin + 300_000, gpu, process(50 + gpu), 2 * i + stream, 2, stream) for gpu in pair]
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
+    groups = trace.table("groups").collect()
+    assert sorted(groups["members"].unique()) == ["0,1", "0,2", "1,3", "2,3"]
 
 
 def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
