@@ -3,10 +3,11 @@
     python benchmarks/captures/score.py --quick                # two minutes
     python benchmarks/captures/score.py --half report          # 20 seeds of each kind, dose and number of steps
     python benchmarks/captures/score.py --files 2              # of each capture two ranks' files, one of those at fault
+    python benchmarks/captures/score.py --nsight               # as exports of Nsight Systems
     python benchmarks/captures/score.py --case slow_rank/loud/3/tuning/0   # one capture and its report
 
 Kinds and doses are in `planted.py`, noise and files in `variants.py`, verdicts are those of `rankscope.diagnose` on the
-folder of JSON files. A verdict is right if the first root finding is of the planted kind and names exactly the ranks of
+files. A verdict is right if the first root finding is of the planted kind and names exactly the ranks of
 the fault. Thresholds are set on the half "tuning" and reported on "report", whose noise they have never met.
 """
 
@@ -34,6 +35,7 @@ import rankscope
 from captures.planted import CLEAN, DOSES, KINDS, Capture, Case, Truth, cases, simulated
 from captures.programs import groups
 from captures.write import write
+from captures.write_nsight import write_nsight
 from rankscope.analysis.model.finding import Finding, Report
 
 NOTHING = "healthy"
@@ -52,11 +54,11 @@ _ALWAYS = ("pipeline_bubble",)  # a pipeline has one; it is no answer, and no fa
 Row = dict[str, Any]
 
 
-def judged(case: Case, files: int | None = None) -> Row:
+def judged(case: Case, files: int | None = None, *, nsight: bool = False) -> Row:
     """The truth of the capture, and the findings on it, or on the files of so many of its ranks."""
     capture = captured(case, files)
     with tempfile.TemporaryDirectory(prefix="rankscope-capture-") as folder:
-        path = write(capture, Path(folder) / "capture")
+        path = (write_nsight if nsight else write)(capture, Path(folder) / "capture")
         began = time.process_time()
         report = rankscope.diagnose(rankscope.open(path))
         cpu_s = time.process_time() - began
@@ -200,13 +202,13 @@ def _clean(rows: list[Row], out: Callable[[str], None]) -> None:
         out(f"  {where}: {first['level']} {first['detector']} {first['ranks']} {first['fraction']:.1%}")
 
 
-def results(wanted: Iterable[Case], processes: int, path: Path | None, files: int | None) -> list[Row]:
+def results(wanted: Iterable[Case], processes: int, path: Path | None, **how: Any) -> list[Row]:
     """Each case's row; those that the file has already are taken from it."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path and path.exists() else []
     known = {r["case"]["name"] for r in rows}
     missing = [case for case in wanted if case.name not in known]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        for row in pool.map(partial(judged, files=files), missing, chunksize=4):
+        for row in pool.map(partial(judged, **how), missing, chunksize=4):
             rows.append(row)
             if path:
                 with path.open("a") as file:
@@ -214,13 +216,13 @@ def results(wanted: Iterable[Case], processes: int, path: Path | None, files: in
     return rows
 
 
-def one(name: str, folder: Path | None, files: int | None) -> None:
+def one(name: str, folder: Path | None, files: int | None, *, nsight: bool) -> None:
     """Print the report on a single capture; `folder` keeps its files."""
     kind, dose, steps, half, seed = name.split("/")
     case = Case(kind, dose, int(steps), int(seed), half)
     if folder:
-        print(write(captured(case, files), folder))
-    row = judged(case, files)
+        print((write_nsight if nsight else write)(captured(case, files), folder))
+    row = judged(case, files, nsight=nsight)
     print(json.dumps({k: row[k] for k in ("job", "truth", "right", "lost", "verdict")}, indent=1))
     for said in row["said"]:
         print(f"  {said['level']} {said['detector']} {said['ranks']} {said['fraction']:.1%} {said['title']}")
@@ -236,13 +238,16 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=(*KINDS, CLEAN), help="only these")
     parser.add_argument("--quick", action="store_true", help="2 seeds of 1 and 3 steps, 30 healthy captures")
     parser.add_argument("--files", type=int, help="of so many ranks; without: of all")
+    parser.add_argument(
+        "--nsight", action="store_true", help="exports of Nsight Systems; without: torch.profiler's files"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, help="keeps each capture's result, and goes on where it was stopped")
     parser.add_argument("--case", help="KIND/DOSE/STEPS/HALF/SEED: this one only")
     parser.add_argument("--keep", type=Path, help="with --case: where its files are written")
     arguments = parser.parse_args()
     if arguments.case:
-        one(arguments.case, arguments.keep, arguments.files)
+        one(arguments.case, arguments.keep, arguments.files, nsight=arguments.nsight)
         return
     seeds, clean, steps = arguments.seeds, arguments.clean, arguments.steps
     if arguments.quick:
@@ -250,7 +255,8 @@ def main() -> None:
     wanted = cases(seeds, clean, tuple(steps), arguments.half, tuple(arguments.doses))
     if arguments.kinds:
         wanted = (case for case in wanted if case.kind in arguments.kinds)
-    show(results(wanted, arguments.processes, arguments.results, arguments.files))
+    how = {"files": arguments.files, "nsight": arguments.nsight}
+    show(results(wanted, arguments.processes, arguments.results, **how))
 
 
 if __name__ == "__main__":

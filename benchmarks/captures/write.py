@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from captures.engine import COMPUTE, Rank
 from captures.planted import Capture
 
-__all__ = ["write"]
+__all__ = ["documents", "write"]
 
 _EPOCH = 1_750_000_000_000_000_000
 _BASE = 1_749_000_000_000_000_000
@@ -27,8 +28,8 @@ _LAUNCHES = ("cuda_runtime", "hip_runtime")
 def write(capture: Capture, folder: Path) -> Path:
     """One file for each rank, named as torch names them, or by rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    for rank in capture.ranks:
-        text = json.dumps(_document(capture, rank), separators=(",", ":"))
+    for rank, (_, document) in zip(capture.ranks, documents(capture), strict=True):
+        text = json.dumps(document, separators=(",", ":"))
         ending = ".pt.trace.json" + (".gz" if capture.files.packed else "")
         node = capture.job.nodes[rank.number]
         known = capture.files.information in ("all", "rank only")
@@ -36,6 +37,12 @@ def write(capture: Capture, folder: Path) -> Path:
         path = folder / ((name or f"rank{rank.number}") + ending)
         path.write_bytes(gzip.compress(text.encode(), 1) if capture.files.packed else text.encode())
     return folder
+
+
+def documents(capture: Capture) -> Iterator[tuple[int, dict]]:
+    """Each rank's number, and what its file says."""
+    for rank in capture.ranks:
+        yield rank.number, _document(capture, rank)
 
 
 class _Document:

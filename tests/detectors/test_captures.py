@@ -17,6 +17,7 @@ from captures.real_sets import SETS, show
 from captures.score import answer, is_false_positive, is_right, roots, told
 from captures.variants import HALVES, Variant
 from captures.write import write
+from captures.write_nsight import write_nsight
 from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.metrics.links import judged_links
 from rankscope.analysis.model.finding import PredictedFix
@@ -52,6 +53,14 @@ def test_all_ranks_of_a_capture_can_be_read_and_their_operations_matched(paralle
     assert sorted(of_rank["rank"]) == list(range(capture.job.ranks))
     steps = trace.table("steps").collect()
     assert len(steps) == 2 * capture.job.ranks
+
+
+@pytest.mark.parametrize("kind", ["slow_rank", "slow_node", "host_sync", "memory_pressure", "input_stall"])
+@pytest.mark.parametrize("seed", [0, 1], ids=["a file for each host", "a file for each rank"])
+def test_a_fault_is_found_in_exports_of_nsight_too(kind, seed, tmp_path):
+    capture = simulated(Case(kind, "loud", 3, seed, "tuning"))
+    said = [told(finding) for finding in roots(rankscope.diagnose(rankscope.open(write_nsight(capture, tmp_path))))]
+    assert is_right(said[0], capture.truth, capture)
 
 
 def test_a_slow_device_costs_all_ranks_what_it_takes_longer():
