@@ -21,9 +21,9 @@ from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.model.annotations import range_kind
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work, op_said
-from rankscope.analysis.readers.annotations import range_kind
 from rankscope.analysis.readers.base import (
     FrameReader,
     Reader,

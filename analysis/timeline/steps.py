@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.annotations import STEP
 from rankscope.analysis.model.segments import latest, reached_before
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.timeline.device_time import by_rank
@@ -47,7 +48,6 @@ STEP_COLUMNS = {
     "source": pl.String,
 }
 
-_IS_STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$"  # of a user's range
 _IDLE_NS = 100_000  # work that is queued begins sooner after what was before it
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _NOBODY = -1
@@ -96,7 +96,7 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
 def names_step(regions: pl.DataFrame) -> pl.Expr:
     """Return which of these regions are ranges of the user's that are named as steps are."""
     names = regions["name"].filter(regions["kind"] == "user").unique()
-    steps = names.filter(names.cast(pl.String).str.contains(_IS_STEP))
+    steps = names.filter(names.cast(pl.String).str.contains(STEP))
     return (pl.col("kind") == "user") & pl.col("name").is_in(steps.implode())
 
 

@@ -312,6 +312,21 @@ def test_without_named_steps_the_main_thread_is_the_one_with_the_optimizer_and_n
     assert waits == 4_000_000
 
 
+def test_without_an_optimizer_the_main_thread_is_the_one_whose_ranges_are_named_as_steps(tmp_path):
+    """Thread 2 launches ten times as much, in ranges of layers. A step begins where the one before ended."""
+    events = []
+    for number in range(6):
+        at = 10_000 * number
+        events.append(event("user_annotation", f"step {number}", at + 2_000, 8_000, tid=1))
+        events += [launch(at + 4_000, 5, 100 * number, tid=1), kernel("forward", at + 4_010, 1_000, 100 * number)]
+        for n in range(1, 11):
+            events.append(event("user_annotation", f"layer {n}", at + 5_000 + 10 * n, 8, tid=2))
+            events.append(launch(at + 5_000 + 10 * n, 5, 100 * number + n, tid=2))
+            events.append(kernel("backward", at + 5_100 + 400 * n, 400, 100 * number + n))
+    report = diagnose(opened(tmp_path, events))
+    assert (report.steps.source, report.steps.count, report.steps.median_ns) == ("named ranges", 6, 10_000_000)
+
+
 def test_ranks_with_different_numbers_of_kernels_are_aligned_by_their_ends(tmp_path):
     """Rank 1 lacks the first of five. It comes 300 µs late to each of the others, so rank 0 waits 4 × 300 µs."""
     begin = [0, 10_000, 25_000, 31_000, 47_000]

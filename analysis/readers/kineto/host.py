@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.readers.annotations import range_kind
+from rankscope.analysis.model.annotations import range_kind
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.flops import flops
 from rankscope.analysis.readers.json_scan import OTHER_NAME

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rankscope.analysis.readers.annotations import TRAINS
+from rankscope.analysis.model.annotations import STEP, TRAINS
 from rankscope.analysis.readers.kineto.capture import Ints
 from rankscope.analysis.readers.kineto.steps import announces_step
 from rankscope.analysis.readers.spill_file import Rows
@@ -19,10 +20,11 @@ def thread_numbers(names: Sequence[str], spans: Rows, launches: Rows, *operators
     """By code of a thread's name: 0 for the main thread, then in order of appearance.
 
     The main thread announces the steps; else it runs the optimizer or waits for the loader (autograd's own thread may
-    launch more); else it launches most.
+    launch more); else it has ranges that are named as steps are; else it launches most.
     """
     trains = np.array([name.startswith(TRAINS) for name in names], bool)
-    chosen = (spans.where(which.__getitem__, "name")["tid"] for which in (announces_step(names), trains))
+    named = np.array([re.match(STEP, name) is not None for name in names], bool)
+    chosen = (spans.where(which.__getitem__, "name")["tid"] for which in (announces_step(names), trains, named))
     steps = next((tids for tids in chosen if len(tids)), np.empty(0, np.int64))
 
     def threads_of(*tables: Rows) -> Iterator[Ints]:

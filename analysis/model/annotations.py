@@ -1,4 +1,4 @@
-"""What the name of a range of torch's says: record_function's in a profiler's trace, NVTX's in an Nsight export."""
+"""What the name of a range says: record_function's in a profiler's trace, NVTX's in an Nsight export."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 
 from rankscope.collectors.schema import WINDOW_STEP
 
-__all__ = ["TRAINS", "range_kind"]
+__all__ = ["STEP", "TRAINS", "range_kind"]
 
 _KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
+# Of a range of the script's own that is a step.
+STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$"
 TRAINS = tuple(_KINDS)  # how names begin of what only the thread that trains does
 _LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.escape(WINDOW_STEP))
 
