@@ -185,18 +185,15 @@ def _nodes(captures: Sequence[_Capture]) -> list[tuple[int, int]]:
     the same time.
     """
     found: list[tuple[int, int]] = []
-    hosts: list[tuple[str, int, int]] = []  # name, when it was started, time 0 of its first file
+    hosts: list[tuple[str, int, int]] = []  # of each node: name, when it was started, time 0 of its first file
     for capture in captures:
         unix_ns, own_ns = capture.since or (0, 0)
-        started_ns = unix_ns - own_ns
-        same = (
-            node
-            for node, (name, started, _) in enumerate(hosts)
-            if capture.since and name == capture.host and abs(started - started_ns) < _SAME_START_NS
-        )
-        node = next(same, len(hosts))
+        node = len(hosts)
+        for known, (name, started_ns, _) in enumerate(hosts if capture.since else []):
+            if name == capture.host and abs(unix_ns - own_ns - started_ns) < _SAME_START_NS:
+                node = known
         if node == len(hosts):
-            hosts.append((capture.host if capture.since else "", started_ns, own_ns))
+            hosts.append((capture.host if capture.since else "", unix_ns - own_ns, own_ns))
         found.append((node, own_ns - hosts[node][2]))
     return found
 

@@ -73,12 +73,9 @@ def find_steps(steps: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataF
     """
     source = pl.when(pl.col("start_ns").is_null()).then(pl.lit(MARKERS)).otherwise(pl.lit(PROFILER)).alias("source")
     marks = _on_main_or_all(steps).select("rank", "start_ns", "end_ns", source)
-    unmarked = regions if marks.is_empty() else regions.join(marks.select("rank").unique(), on="rank", how="anti")
+    unmarked = _of_others(regions, marks)
     anchors = _anchor_ends(unmarked, collectives).select("rank", "end_ns", pl.lit(OPTIMIZER).alias("source"))
-    unanchored = (
-        unmarked if anchors.is_empty() else unmarked.join(anchors.select("rank").unique(), on="rank", how="anti")
-    )
-    ends = pl.concat([marks, anchors, _named_steps(unanchored)], how="diagonal")
+    ends = pl.concat([marks, anchors, _named_steps(_of_others(unmarked, anchors))], how="diagonal")
     seen = pl.concat([regions.select("rank", "start_ns"), collectives.select("rank", "start_ns")])
     first = seen.group_by("rank").agg(pl.col("start_ns").min().alias("_first"))
     previous = pl.col("end_ns").shift(1).over("rank")
