@@ -38,7 +38,10 @@ _EMPTY = {
     "memory": text("no memory of the ranks was recorded"),
     "gpus": text("it was not recorded which GPU a rank uses"),
 }
-_OUT_OF_STEP = text("the ranks number their steps differently; call rankscope.step() at the end of each step")
+_OUT_OF_STEP = text(
+    "the ranks number their steps differently; mark the same steps on all ranks, with rankscope.step() or the "
+    "profiler's step()"
+)
 
 
 def judged_tables(

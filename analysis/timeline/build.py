@@ -417,7 +417,7 @@ def _comparable_steps(
         return by_operations, [], [*starmap(_renumbered, left_out.items()), *map(_not_numbered, unknown)]
     why = text(
         "step numbers do not mean the same step on all ranks: only {same} of the collectives "
-        "are in the same one; call rankscope.step() at the end of each step",
+        "are in the same one; mark the same steps on all ranks, with rankscope.step() or the profiler's step()",
         same=percent(same),
     )
     return steps, [Gap(table="steps", rank=None, node=None, count=None, why=why)], []
