@@ -19,7 +19,7 @@ from rankscope.analysis.model.finding import Finding, PredictedFix
 from rankscope.analysis.replay.fixes import Fix
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
-from rankscope.analysis.timeline.parallelism import roles_of
+from rankscope.analysis.timeline.parallelism import may_be_stages, roles_of
 
 __all__ = ["blamed_by_replay"]
 
@@ -33,6 +33,8 @@ def blamed_by_replay(
     """Return the finding of the rank whose fix brings most, as likely; None where there is none, or one is known."""
     grid = step_grid(tables["breakdown"])
     if not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
+        return None
+    if may_be_stages(tables["collectives"], grid.step_ns * len(grid.steps)):
         return None
     of_ranks = sorted((fix for fix in fixes() if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
     if not of_ranks:

@@ -22,6 +22,7 @@ from rankscope.analysis.model.finding import (
 from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.progress import told
+from rankscope.analysis.timeline.parallelism import roles
 from rankscope.collectors.schema import LEFT_OFF, P2P_OPS
 from rankscope.errors import NotResolvable
 
@@ -96,10 +97,16 @@ def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Ca
         return CHECKS.get(name)
     if not has["kernels"] or not has["breakdown"]:
         return None
-    if name == "stage_imbalance" and not has["ops"] and tables["collectives"]["op"].is_in(P2P_OPS).any():
+    if name == "stage_imbalance" and not has["ops"] and _has_stages(tables):
         return STAGES
     is_few = FEW_STEPS <= len(step_grid(tables["breakdown"]).steps) < ENOUGH_STEPS
     return UNEVEN if name == "load_imbalance" and is_few else None
+
+
+def _has_stages(tables: Tables) -> bool:
+    """Say whether ranks send to each other, or hang together as stages of a pipeline do."""
+    groups, regions, collectives = (tables[name] for name in ("groups", "regions", "collectives"))
+    return bool(collectives["op"].is_in(P2P_OPS).any()) or len(roles(groups, regions, collectives)) > 0
 
 
 def _in_order(modules: Mapping[str, ModuleType]) -> list[str]:

@@ -13,10 +13,11 @@ from rankscope.collectors.schema import P2P_OPS
 
 Ints = NDArray[np.int64]
 
-__all__ = ["Role", "role_codes", "roles", "roles_of"]
+__all__ = ["Role", "may_be_stages", "role_codes", "roles", "roles_of"]
 
 # `pp0`, `mesh_pp`, Megatron's PIPELINE_MODEL_PARALLEL_GROUP
 _PIPELINE_NAME = r"(?i)(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline"
+_IN_TURN = 0.05  # of the time: two ranks that both wait so long for each other do so by design
 _LEAST_CHAIN = 3  # two ranks that send to each other may as well exchange halves of something
 
 Role = tuple[int, ...]  # the stages that a rank holds, several where they are interleaved
@@ -27,14 +28,16 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
 
     Stages are those that the schedule gives its microbatches. Where it names none, they are the places of the ranks
     in process groups that are called a pipeline's and in which ranks send to each other; else along the chains of
-    ranks that send to their neighbours only (a ring is no pipeline: its ranks do all the same).
+    ranks that send to their neighbours only (a ring is no pipeline: its ranks do all the same), or that do with them
+    what a trace does not name.
     """
     if regions["stage"].null_count() < len(regions):
         named = regions.filter(pl.col("stage").is_not_null()).group_by("rank").agg(pl.col("stage").unique().sort())
         return {rank: tuple(stages) for rank, stages in named.iter_rows()}
     sent = collectives.filter(pl.col("op").is_in(P2P_OPS))
     if sent.is_empty():
-        return {}
+        pairs = _unnamed(collectives)["ranks"].to_list()
+        return _places(_chains({(one, other) for one, other in pairs}, _LEAST_CHAIN))
     pipelines = groups.filter(
         pl.col("group_id").is_in(sent["group_id"].unique().implode()),
         pl.any_horizontal(pl.col("name", "role").str.contains(_PIPELINE_NAME).fill_null(value=False)),
@@ -44,6 +47,23 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     edges = sent.filter(pl.col("peer") >= 0).select("rank", "peer").unique().iter_rows()
     in_schedule = regions["microbatch"].is_not_null().any()
     return _places(_chains({(min(edge), max(edge)) for edge in edges}, 2 if in_schedule else _LEAST_CHAIN))
+
+
+def may_be_stages(collectives: pl.DataFrame, judged_ns: float) -> bool:
+    """Say whether two ranks, in `judged_ns` of each, wait so long for each other in what a trace does not name.
+
+    Stages of a pipeline do, by design; where one of two ranks is late only the other waits.
+    """
+    waits = collectives.join(_unnamed(collectives), on="group_id", how="semi").group_by("group_id", "rank")
+    less = waits.agg(pl.col("wait_ns").sum()).group_by("group_id").agg(pl.col("wait_ns").min())["wait_ns"]
+    return bool((less > _IN_TURN * judged_ns).any())
+
+
+def _unnamed(collectives: pl.DataFrame) -> pl.DataFrame:
+    """Return (group_id, ranks) of two ranks that have a group of their own in which no operation is known."""
+    of_two = collectives.filter(pl.col("group_size") == 2).group_by("group_id")
+    known = of_two.agg(pl.col("rank").unique().sort().alias("ranks"), (pl.col("op") == "unknown").all())
+    return known.filter(pl.col("op"), pl.col("ranks").list.len() == 2).drop("op")
 
 
 def role_codes(role: Mapping[int, Role], ranks: Sequence[int]) -> Ints:

@@ -19,8 +19,14 @@ def regions(*rows):
 
 
 def sends(group_id, *pairs):
-    columns = {"rank": pl.Int64, "peer": pl.Int64, "op": pl.String, "group_id": pl.Int64}
-    return pl.DataFrame([(rank, peer, "send", group_id) for rank, peer in pairs], columns, orient="row")
+    columns = {"rank": pl.Int64, "peer": pl.Int64, "op": pl.String, "group_id": pl.Int64, "group_size": pl.UInt32}
+    return pl.DataFrame([(rank, peer, "send", group_id, 8) for rank, peer in pairs], columns, orient="row")
+
+
+def exchanges(*pairs):
+    """What two ranks do with each other is not known."""
+    rows = [(rank, None, "unknown", number, 2) for number, pair in enumerate(pairs) for rank in pair]
+    return pl.DataFrame(rows, sends(0).schema, orient="row")
 
 
 WORLD = (0, "0", "", "0-7")
@@ -52,6 +58,13 @@ def test_chains_of_neighbours_are_pipelines_and_rings_are_none():
     assert roles(groups(WORLD), regions(), sends(0, *chains)) == {0: (0,), 2: (1,), 4: (2,), 1: (0,), 3: (1,), 5: (2,)}
     assert roles(groups(WORLD), regions(), sends(0, (0, 1), (1, 2), (2, 0))) == {}
     assert roles(groups(WORLD), regions(), sends(0, (0, 1), (1, 2), (3, 4))) == {}  # lengths differ
+
+
+def test_what_neighbours_do_without_a_name_makes_a_pipeline_too():
+    """Pairs without a neighbour in common may exchange anything."""
+    found = roles(groups(WORLD), regions(), exchanges((0, 2), (2, 4), (1, 3), (3, 5)))
+    assert found == {0: (0,), 2: (1,), 4: (2,), 1: (0,), 3: (1,), 5: (2,)}
+    assert roles(groups(WORLD), regions(), exchanges((0, 1), (2, 3))) == {}
 
 
 def test_two_ranks_are_a_pipeline_if_they_go_through_microbatches():

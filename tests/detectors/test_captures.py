@@ -189,7 +189,9 @@ def test_a_rank_is_named_by_the_replay_if_no_other_brings_as_much(other, steps, 
     spans = [(rank, step, 100 * step, 100 * step + 100) for rank in range(2) for step in range(steps)]
     span = pl.DataFrame(spans, ["rank", "step", "start_ns", "end_ns"], orient="row")
     phases = span.with_columns(part=pl.lit("compute"), label=pl.lit("mm"))
+    called = {"rank": pl.Int32, "group_id": pl.Int64, "group_size": pl.UInt32, "op": pl.String, "wait_ns": pl.Int64}
     tables = {"breakdown": phases.with_columns(ns=100), "phases": phases, "steps": span}
+    tables["collectives"] = pl.DataFrame(schema=called)
     found = blamed_by_replay(lambda: [PREDICTED, *([other] if other else [])], [], tables)
     assert (found is not None) is blamed
     if found is not None:
