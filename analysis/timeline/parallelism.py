@@ -61,7 +61,8 @@ def may_be_stages(collectives: pl.DataFrame, judged_ns: float) -> bool:
 
 def _unnamed(collectives: pl.DataFrame) -> pl.DataFrame:
     """Return (group_id, ranks) of two ranks that have a group of their own in which no operation is known."""
-    of_two = collectives.filter(pl.col("group_size") == 2).group_by("group_id")
+    groups = collectives.filter(pl.col("group_size") == 2, pl.col("op") == "unknown")["group_id"].unique()
+    of_two = collectives.filter(pl.col("group_id").is_in(groups.implode())).group_by("group_id")
     known = of_two.agg(pl.col("rank").unique().sort().alias("ranks"), (pl.col("op") == "unknown").all())
     return known.filter(pl.col("op"), pl.col("ranks").list.len() == 2).drop("op")
 
