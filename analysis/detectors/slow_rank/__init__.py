@@ -84,18 +84,19 @@ from dataclasses import replace
 
 import polars as pl
 
-from rankscope.analysis.detectors import visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, visible
 from rankscope.analysis.detectors.slow_rank.late_by_durations import late_ranks, refuse_hidden, waits_by_durations
 from rankscope.analysis.detectors.slow_rank.own_time import by_own_time, resolution_of_own_time
 from rankscope.analysis.detectors.slow_rank.shape import Thresholds, least_apart
 from rankscope.analysis.detectors.slow_rank.wording import late_finding
-from rankscope.analysis.metrics.step_matrix import above_peers
+from rankscope.analysis.metrics.step_matrix import above_peers, step_grid
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
+from rankscope.analysis.timeline.parallelism import may_be_stages
 from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
@@ -160,6 +161,15 @@ def resolution_ns(
     min_z: float = 5.0,
 ) -> int:
     """Return the smallest constant excess, in any part of the step, that would have been reported of any rank."""
+    seen = step_grid(breakdown)
+    if (
+        collectives is not None
+        and len(seen.steps) < ENOUGH_STEPS
+        and may_be_stages(collectives, seen.step_ns * len(seen.steps))
+    ):
+        raise NotResolvable(
+            text("pairs of ranks wait for each other in operations without a name, as stages of a pipeline do")
+        )
     waited_for = waits_by_durations(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
     try:
         own_ns = resolution_of_own_time(breakdown, collectives, regions, groups, min_fraction, min_z)
