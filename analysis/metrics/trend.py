@@ -61,13 +61,15 @@ def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
     return bool(np.abs(values - of_line).sum() < np.abs(values - of_levels).sum())
 
 
-def longest_stretch(lengths: Floats, ratio: float) -> NDArray[np.bool_]:
+def longest_stretch(lengths: Floats, ratio: float, usual_ns: float | None = None) -> NDArray[np.bool_]:
     """Return which steps are in the stretch with the largest sum beyond `ratio` × the usual step.
 
-    Usual is the lower quartile: up to three quarters of the steps may be slow. Lengths are those of one rank (steps) or
-    of several (ranks, steps), of which each has its own stretch.
+    Usual is the lower quartile if it is not known: up to three quarters of the steps may be slow. Lengths are those of
+    one rank (steps) or of several (ranks, steps), of which each has its own stretch.
     """
     usual = np.quantile(lengths, 0.25, axis=-1, keepdims=True)
+    if usual_ns is not None:
+        usual = np.full_like(usual, usual_ns)
     beyond = np.cumsum(np.minimum(lengths, _CLIP * usual) - ratio * usual, axis=-1)
     before = np.concatenate([np.zeros_like(usual), beyond[..., :-1]], axis=-1)
     lowest = np.minimum.accumulate(before, axis=-1)

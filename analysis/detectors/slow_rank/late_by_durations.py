@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid
-from rankscope.analysis.detectors.slow_rank.shape import Steps, Thresholds, bursts, persistent
+from rankscope.analysis.detectors.slow_rank.shape import Steps, Thresholds, persistent, shapes
 from rankscope.analysis.metrics.arrival_skew import Lateness, lateness
 from rankscope.analysis.metrics.step_matrix import (
     TRIM,
@@ -101,10 +101,7 @@ def late_ranks(waited_for: WaitedFor, thresholds: Thresholds) -> list[Late]:
     found: list[Late] = []
     for late, members, nodes in waited_for.judged:
         excess = above_peers(late.least)
-        shown = [
-            persistent(excess, {}, thresholds.persistence, thresholds.min_z),
-            bursts(grid, excess, thresholds.persistence),
-        ]
+        shown = shapes(grid, excess, {}, thresholds)
         for row, (_, when) in (pair for kind in shown for pair in kind.items()):
             if {rank for other in found for rank in other.ranks} & set(members[row]):
                 continue

@@ -21,10 +21,8 @@ from rankscope.analysis.detectors.slow_rank.shape import (
     Slow,
     Steps,
     Thresholds,
-    bursts,
-    for_a_while,
     least_apart,
-    persistent,
+    shapes,
 )
 from rankscope.analysis.detectors.slow_rank.wording import finding_of
 from rankscope.analysis.metrics.arrival_skew import Arrivals, arrivals
@@ -95,21 +93,15 @@ def by_own_time(
     thresholds: Thresholds,
 ) -> list[Finding]:
     """Return findings of the ranks and nodes whose own time is longer; in few steps of those that come late."""
-    persistence, min_z = thresholds.persistence, thresholds.min_z
     grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
     peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
     least_ns = thresholds.min_fraction * grid.step_ns
     slow_nodes: list[Slow] = []
     if not few:
-        slow_nodes, peers = _slow_nodes(peers, grid, ranks, persistence, min_z, least_ns)
-    excess, by_label = peers.excess, peers.excess_by_label
-    at_times = for_a_while(grid, excess, min_z) or bursts(grid, excess, persistence)
-    found = [persistent(excess, by_label, persistence, min_z), at_times]
+        slow_nodes, peers = _slow_nodes(peers, grid, ranks, thresholds)
     each = [np.array([row]) for row in range(len(grid.ranks))]
-    priced = [s for kind in found for s in _priced(kind, peers, peers.own, each, seen)]
-    # A rank that is always a little behind may have bursts besides: the costlier of the two is reported.
-    rows = sorted({s.rows for s in priced})
-    slow = [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
+    slow = _slow(grid, peers, peers.own, each, seen, thresholds)
+    by_label = peers.excess_by_label
     if seen is not None:
         slow = [no_more_than_late(s, seen.margin) for s in slow]
     if few:
@@ -185,7 +177,7 @@ def _seen(
 
 
 def _slow_nodes(
-    peers: _Peers, grid: StepGrid, ranks: pl.DataFrame, persistence: float, min_z: float, min_ns: float
+    peers: _Peers, grid: StepGrid, ranks: pl.DataFrame, thresholds: Thresholds
 ) -> tuple[list[Slow], _Peers]:
     """Return the nodes whose ranks are all slow, and the ranks as they would be if those nodes were like the others.
 
@@ -200,12 +192,12 @@ def _slow_nodes(
     _, alike = np.unique(_mean_by(node, held), axis=0, return_inverse=True)
     by_label = {label: _mean_by(node, values) for label, values in peers.by_label.items()}
     nodes = _Peers(_mean_by(node, peers.own), _mean_by(node, peers.blocked), by_label, alike.ravel())
-    found = persistent(nodes.excess, nodes.excess_by_label, persistence, min_z)
     slow: list[Slow] = []
     ranks_of = [np.flatnonzero(node == row) for row in range(len(numbers))]
-    for one in _priced(found, nodes, peers.own, ranks_of, None):
+    least_ns = thresholds.min_fraction * grid.step_ns
+    for one in _slow(grid, nodes, peers.own, ranks_of, None, thresholds):
         rows = ranks_of[one.rows[0]]
-        if len(rows) > 1 and one.lost.clear and one.lost.ns >= min_ns and _all_slow(peers, node, rows, one.lost.ns):
+        if len(rows) > 1 and one.lost.clear and one.lost.ns >= least_ns and _all_slow(peers, node, rows, one):
             slow.append(replace(one, rows=tuple(rows.tolist()), nodes=(int(numbers[one.rows[0]]),)))
             peers = peers.without(rows, nodes, one.rows[0])
     return slow, peers
@@ -218,11 +210,33 @@ def _mean_by(of: Ints, values: Floats) -> Floats:
     return np.asarray(sums / count[:, np.newaxis])
 
 
-def _all_slow(peers: _Peers, node: Ints, rows: Ints, lost_ns: float) -> bool:
-    """Say whether each rank of a node takes at least half of `lost_ns` longer than those of its role elsewhere."""
-    elsewhere = node != node[rows[0]]
+def _all_slow(peers: _Peers, node: Ints, rows: Ints, slow: Slow) -> bool:
+    """Say whether each rank of a node takes at least half of what is lost longer than those of its role elsewhere.
+
+    In the steps in which the node is slow.
+    """
+    elsewhere, when = node != node[rows[0]], slow.when
     usual = [np.median(peers.own[elsewhere & (peers.role == peers.role[row])], axis=0) for row in rows]
-    return bool((estimates(peers.own[rows] - np.array(usual), TRIM)[0] >= lost_ns / 2).all())
+    longer = (peers.own[rows] - np.array(usual))[:, when]
+    return bool((estimates(longer, TRIM)[0] >= slow.lost.ns * len(when) / when.sum() / 2).all())
+
+
+def _slow(
+    grid: StepGrid,
+    peers: _Peers,
+    own: Floats,
+    ranks_of: Sequence[Ints],
+    seen: Arrivals | None,
+    thresholds: Thresholds,
+) -> list[Slow]:
+    """Return those of `peers` that are slow in most steps, for a while or in bursts; `own` and others as of `_priced`.
+
+    One that is always a little behind may have bursts besides: the costlier of the two is returned.
+    """
+    shown = shapes(grid, peers.excess, peers.excess_by_label, thresholds)
+    priced = [s for found in shown for s in _priced(found, peers, own, ranks_of, seen)]
+    rows = sorted({s.rows for s in priced})
+    return [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
 
 
 def _priced(

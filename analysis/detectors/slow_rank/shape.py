@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
 
-__all__ = ["Shown", "Slow", "Steps", "Thresholds", "bursts", "for_a_while", "least_apart", "persistent"]
+__all__ = ["Shown", "Slow", "Steps", "Thresholds", "least_apart", "persistent", "shapes"]
 
 _MANY = 16  # with more ranks, leaving the judged one out does not change how much they differ
 _STRETCHES = 16  # steps from which there are four stretches of them or more
@@ -28,7 +29,8 @@ _BURST_Z, _BURST_SHARE = 5, 0.8  # so far out of the noise, and so much of what 
 _DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
 _CLEAR_Z = 3.0  # standard deviations of what lasts
 _WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
-_LONG = 50  # steps: load on a host lasts, too
+_FEWEST_INSIDE = 10  # steps, and outside: fewer are bursts
+_LONG = 50  # the same of two ranks, of which either may be what is usual: load on a host lasts, too
 
 Steps = NDArray[np.bool_]
 Shown = tuple[Floats, Steps]  # the excess per step, 0 where it does not show, and the steps where it shows
@@ -90,9 +92,21 @@ def persistent(excess: Floats, by_label: dict[str, Floats], persistence: float, 
     return {int(row): (located[row], always) for row in np.flatnonzero((lost > 0) & often & (totals >= lost / 2))}
 
 
-def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Shown]:
-    """Return the rank whose excess comes in bursts, in fewer steps, if hardly any other rank has bursts."""
-    found = _beyond(grid, excess, robust_deviation(excess), persistence)
+def shapes(
+    grid: StepGrid, excess: Floats, by_label: dict[str, Floats], thresholds: Thresholds
+) -> tuple[dict[int, Shown], dict[int, Shown]]:
+    """Return those that exceed their peers in most steps, and those that do for a while, else in bursts."""
+    most = persistent(excess, by_label, thresholds.persistence, thresholds.min_z)
+    while_ = _for_a_while(grid, excess, thresholds.min_z)
+    return most, while_ or _bursts(grid, excess, thresholds.persistence, most)
+
+
+def _bursts(grid: StepGrid, excess: Floats, persistence: float, known: Container[int]) -> dict[int, Shown]:
+    """Return the rank whose excess comes in bursts, if hardly any other rank has bursts.
+
+    In fewer steps than those of a rank that is slow in most, unless it is none of the `known` ones that are.
+    """
+    found = _beyond(grid, excess, robust_deviation(excess), persistence, known)
     if found or len(excess) != 2 or excess.shape[1] < _STRETCHES:
         return found
     # Of two ranks each is the other's peer, and one that is slow in half of the steps hides in its own scatter. The
@@ -100,24 +114,31 @@ def bursts(grid: StepGrid, excess: Floats, persistence: float) -> dict[int, Show
     ordered, part = np.sort(excess[0]), math.ceil(_DENSEST * excess.shape[1])
     scatter = float((ordered[part - 1 :] - ordered[: len(ordered) - part + 1]).min()) / _DENSEST_SIGMAS
     clear = estimates(excess)[0] >= _CLEAR_Z / 1.96 * lasting_half_widths(excess)
-    return {row: shown for row, shown in _beyond(grid, excess, scatter, persistence).items() if clear[row]}
+    found = _beyond(grid, excess, scatter, persistence, known)
+    return {row: shown for row, shown in found.items() if clear[row]}
 
 
-def for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
-    """Return the one rank that is above its peers for a long part of the run, by far more than its stretches differ."""
+def _for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
+    """Return the ranks that are above their peers for a part of the run, by far more than their stretches differ.
+
+    Of two ranks only the one that is so for a long part.
+    """
     found: dict[int, Shown] = {}
-    stretches = longest_stretch(grid.step_ns + excess, _WHILE)
+    stretches = longest_stretch(grid.step_ns + excess, _WHILE, grid.step_ns)
     steps = stretches.sum(axis=1)
-    for row in np.flatnonzero((steps >= _LONG) & (excess.shape[1] - steps >= _LONG)).tolist():
+    fewest, least_ns = (_FEWEST_INSIDE, 0.0) if len(excess) > 2 else (_LONG, 0.1 * grid.step_ns)
+    for row in np.flatnonzero((steps >= fewest) & (excess.shape[1] - steps >= fewest)).tolist():
         values, inside = excess[row], stretches[row]
         scatter = np.concatenate([_of_stretches(values[inside]), _of_stretches(values[~inside])]).std()
-        enough = np.median(values[inside]) >= max(0.1 * grid.step_ns, _BURST_Z * scatter)
+        enough = np.median(values[inside]) >= max(least_ns, _BURST_Z * scatter)
         if enough and rank_sum_z(values, inside) >= min_z:
             found[row] = np.where(inside, values, 0.0), inside
-    return found if len(found) == 1 else {}
+    return found
 
 
-def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) -> dict[int, Shown]:
+def _beyond(
+    grid: StepGrid, excess: Floats, scatter: float, persistence: float, known: Container[int]
+) -> dict[int, Shown]:
     """Return the rank whose excess goes far beyond this scatter in some steps, if hardly any other rank's does."""
     burst = excess > max(0.1 * grid.step_ns, _BURST_Z * scatter)
     cost = np.where(burst, excess, 0.0).sum(axis=1)
@@ -125,7 +146,7 @@ def _beyond(grid: StepGrid, excess: Floats, scatter: float, persistence: float) 
     if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():
         return {}
     typical: Steps = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
-    if not _MIN_BURSTS <= typical.sum() < persistence * len(typical):
+    if typical.sum() < _MIN_BURSTS or (row in known and typical.sum() >= persistence * len(typical)):
         return {}
     return {row: (np.where(typical, excess[row], 0.0), typical)}
 
