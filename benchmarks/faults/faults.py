@@ -7,13 +7,16 @@ job with and without: what a slow link costs depends on how much of its traffic 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from simulate import GPUS, Job, Recording, Resources, healthy_resources, run, stages_of, step_ns, steps_ns
 
-__all__ = ["CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "UNPROFILED_KINDS", "Case", "Truth", "cases", "simulated"]
+__all__ = [
+    *("CLEAN", "CONFOUNDERS", "DOSES", "KINDS", "LASTING_KINDS", "UNPROFILED_KINDS"),
+    *("Case", "Truth", "cases", "simulated"),
+]
 
 DOSES = {"loud": (0.30, 0.40), "quiet": (0.10, 0.15), "masked": (0.03, 0.08)}
 CLEAN = "clean"
@@ -52,6 +55,9 @@ UNPROFILED_KINDS = {
     "pp-nccl": ("slow_rank", "sporadic_rank", "stage_imbalance", "gc_stall", "gradual_slowdown", "recompile"),
     "3d-nccl": ("slow_rank", "stage_imbalance", "gc_stall", "recompile"),
 }
+# Those that can begin, or end, in the midst of a run.
+_NOT_LASTING = ("sporadic_rank", "gradual_slowdown", "exposed_communication", "hang")
+LASTING_KINDS = tuple(kind for kind in KINDS if kind not in _NOT_LASTING)
 CONFOUNDERS = ("none", "lengths", "warm-up", "slow alike", "numa", "checkpoint", "lost records")
 _PARALLELS = ("ddp", "ddp-gpu", "fsdp", "tp", "moe", "pp-1f1b", "pp-gpipe", "3d")
 _PAIRS = (
@@ -76,7 +82,8 @@ _RANDOM = (
 _BURSTS = 0.25  # share of the steps
 _GC_EVERY = 5
 _MOST_EXPOSED = (0.22, 0.27)  # no more than backward can hide is lost by not hiding it
-_STEPS = 40
+_STEPS, _STEPS_OF_PARTS = 40, 60
+_PART = (0.25, 0.85)  # of the steps
 _SHORT = 14  # steps that show what a steady fault costs
 
 
@@ -122,14 +129,19 @@ def cases(seeds: int, clean: int) -> Iterator[Case]:
             yield Case(CLEAN, CONFOUNDERS[number // 2 % len(CONFOUNDERS)], number)
 
 
-def simulated(case: Case, *, small: bool = False, parallel: str = "") -> tuple[Recording, tuple[Truth, ...]]:
+def simulated(
+    case: Case, *, small: bool = False, parallel: str = "", part: bool = False
+) -> tuple[Recording, tuple[Truth, ...]]:
     """The recording of the case, and what is true of it. `small` jobs have at most 16 ranks, or 4 nodes.
 
-    `parallel`: one of UNPROFILED_KINDS, of a job on GPUs as it is recorded without a profiler.
+    `parallel`: one of UNPROFILED_KINDS, of a job on GPUs as it is recorded without a profiler. `part`: faults act in a
+    part of the steps: from one on, until one, or between two.
     """
     rng = np.random.default_rng([case.seed, *case.kind.encode(), *case.dose.encode()])
     kinds = [] if case.kind == CLEAN else case.kind.split("+")
     job = _job(case, kinds, rng, small, (parallel,) if parallel else _PARALLELS)
+    if part:
+        job = replace(job, steps=_STEPS_OF_PARTS)
     faults: list[_Fault] = []
     for kind in kinds:
         # Two faults on one node could not be distinguished.
@@ -143,6 +155,8 @@ def simulated(case: Case, *, small: bool = False, parallel: str = "") -> tuple[R
         job = replace(job, gradient_bytes=size)
     elif kinds and kinds != ["hang"]:
         faults = _dosed(job, faults, case, rng)
+    if part:
+        faults = [replace(fault, inside=_part_of(job, rng)) for fault in faults]
     log = run(job, _planted(job, faults))
     if not faults or kinds == ["hang"]:
         return log, tuple(Truth(f.kind, f.ranks, f.nodes, 0.0, 0.0) for f in faults)
@@ -166,6 +180,7 @@ class _Fault:
     nodes: tuple[int, ...]
     where: np.ndarray  # [step, rank] or [stage]: where it acts, by kind
     strength: float = 0.0
+    inside: np.ndarray | None = None  # [step]: it acts in these only; None: in all
 
 
 def _job(case: Case, kinds: list[str], rng: np.random.Generator, small: bool, parallels: tuple[str, ...]) -> Job:
@@ -253,6 +268,13 @@ def _choose(kind: str, job: Job, rng: np.random.Generator, taken: set[int]) -> _
     return _Fault(kind, (), (), rng.standard_normal((job.steps, job.ranks)))
 
 
+def _part_of(job: Job, rng: np.random.Generator) -> np.ndarray:
+    """[step]: the part in which a fault acts."""
+    inside = round(rng.uniform(*_PART) * job.steps)
+    first = int(rng.choice([0, job.steps - inside, rng.integers(0, job.steps - inside + 1)]))
+    return (np.arange(job.steps) >= first) & (np.arange(job.steps) < first + inside)
+
+
 def _without(job: Job, fault: _Fault) -> Job:
     return replace(job, overlap=True) if fault.kind == "exposed_communication" else job
 
@@ -268,6 +290,7 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
     """The job's resources as the faults leave them."""
     can = healthy_resources(job)
     for fault in faults:
+        before = replace(can)
         ranks, x, steps = list(fault.ranks), fault.strength, slice(0, job.steps)
         mine = np.isin(np.arange(job.ranks), ranks)
         where = fault.where[steps] & mine if fault.where.dtype == bool and fault.where.ndim == 2 else fault.where
@@ -301,7 +324,15 @@ def _planted(job: Job, faults: list[_Fault]) -> Resources:
                 can.overlap = False
             case "hang":
                 can.hang = (ranks[0], round(0.6 * job.steps))
+        if fault.inside is not None:
+            acts = fault.inside[:, np.newaxis]
+            for name, healthy in _by_step(before).items():
+                setattr(can, name, np.where(acts, getattr(can, name), healthy))
     return can
+
+
+def _by_step(can: Resources) -> dict[str, np.ndarray]:
+    return {f.name: value for f in fields(can) if isinstance(value := getattr(can, f.name), np.ndarray)}
 
 
 def _lengths(fault: _Fault) -> np.ndarray:

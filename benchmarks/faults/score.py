@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 
 import rankscope
-from faults import CLEAN, DOSES, KINDS, UNPROFILED_KINDS, Case, cases, simulated
+from faults import CLEAN, DOSES, KINDS, LASTING_KINDS, UNPROFILED_KINDS, Case, cases, simulated
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.model.finding import Finding, Report
 from record import write
@@ -46,9 +46,9 @@ _ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 Row = dict[str, Any]
 
 
-def judged(case: Case, *, delays: bool = False, small: bool = False, parallel: str = "") -> Row:
+def judged(case: Case, *, delays: bool = False, **how: bool | str) -> Row:
     """The truth of the case, and the findings: one row of the results, as JSON has it."""
-    log, truths = simulated(case, small=small, parallel=parallel)
+    log, truths = simulated(case, **how)
     began = time.process_time()
     report = _report(log)
     loud = (
@@ -60,7 +60,7 @@ def judged(case: Case, *, delays: bool = False, small: bool = False, parallel: s
         "case": asdict(case),
         "job": {"parallel": log.job.parallel, "ranks": log.job.ranks},
         "truth": [asdict(truth) for truth in truths],
-        "found": [said(finding) for finding in report.findings if finding.caused_by is None],
+        "found": [said(finding, **how) for finding in report.findings if finding.caused_by is None],
         "not_checked": [check.detector for check in report.not_checked],
         "nvrx": nvrx(log),
         "hta": hta(log),
@@ -94,10 +94,10 @@ def _early_alarms(log: Recording) -> Row:
     return {str(steps): kinds for steps, kinds in found.items() if kinds}
 
 
-def said(finding: Finding) -> Row:
+def said(finding: Finding, *, part: bool = False, **_: bool | str) -> Row:
     kind = finding.detector
     if kind == "slow_rank":
-        kind = "slow_node" if finding.nodes else "sporadic_rank" if finding.steps else "slow_rank"
+        kind = "slow_node" if finding.nodes else "sporadic_rank" if finding.steps and not part else "slow_rank"
     return {
         "kind": kind,
         "ranks": list(finding.ranks),
@@ -360,13 +360,14 @@ def main() -> None:
         ("--split-pipelines", "3d-nccl", "the same where each stage's layers are split too"),
     ):
         unprofiled.add_argument(option, dest="parallel", action="store_const", const=parallel, default="", help=what)
+    parser.add_argument("--part", action="store_true", help="faults act in a quarter to 85 %% of the steps only")
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
     parser.add_argument("--delays", action="store_true", help="how many steps a loud fault takes to be found")
     parser.add_argument("--processes", type=int, default=1)
     args = parser.parse_args()
-    how = {"small": args.quick or args.small, "parallel": args.parallel}
+    how = {"small": args.quick or args.small, "parallel": args.parallel, "part": args.part}
     if args.case:
         one(args.case, args.folder, **how)
         return
@@ -374,6 +375,7 @@ def main() -> None:
     wanted = [c for c in cases(seeds, clean) if args.seeds or args.split in (c.split, "both")]
     wanted = [c for c in wanted if not args.kinds or c.kind in args.kinds]
     wanted = [c for c in wanted if not args.parallel or c.kind in (*UNPROFILED_KINDS[args.parallel], CLEAN)]
+    wanted = [c for c in wanted if not args.part or c.kind in (*LASTING_KINDS, CLEAN)]
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()

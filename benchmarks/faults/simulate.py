@@ -90,17 +90,17 @@ class Job:
 
 @dataclass(slots=True)
 class Resources:
-    """How fast everything is. Arrays are [step, rank], [rank], [node] or [stage]."""
+    """How fast everything is, step by step."""
 
     slowness: np.ndarray  # [step, rank]: of the processor; 1 is full speed
     tokens: np.ndarray  # [step, rank]: how much work the data makes; 1 is the mean
     expert_tokens: np.ndarray  # [step, rank]: what the router sends to the rank's experts
-    load_ns: np.ndarray  # [rank]: for one batch
-    nic: np.ndarray  # [node]: bytes/s, both ways
+    load_ns: np.ndarray  # [step, rank]: for one batch
+    nic: np.ndarray  # [step, node]: bytes/s, both ways
     gc_ns: np.ndarray  # [step, rank]: a full collection in this step
     compile_ns: np.ndarray  # [step, rank]
-    stage_work: np.ndarray  # [stage]: 1 is the mean
-    launch_ns: np.ndarray  # [rank]: of the host, around the launch of one kernel
+    stage_work: np.ndarray  # [step, stage]: 1 is the mean
+    launch_ns: np.ndarray  # [step, rank]: of the host, around the launch of one kernel
     hang: tuple[int, int] | None = None  # rank and step
     overlap: bool = True
 
@@ -146,16 +146,20 @@ def healthy_resources(job: Job) -> Resources:
     compile_ns[0] = rng.uniform(0.4, 0.8, job.ranks) * 1e9
     # Now and then one rank collects, however many ranks there are.
     gc_ns = np.where(rng.random(shape) < 0.2 / job.ranks, rng.lognormal(np.log(1.5 * _MS), 0.3, shape), 0.0)
+
+    def always(values: np.ndarray) -> np.ndarray:
+        return np.tile(values, (job.steps, 1))
+
     return Resources(
         slowness=slowness,
         tokens=tokens,
         expert_tokens=1 + 0.02 * rng.standard_normal(shape),
-        load_ns=np.full(job.ranks, 0.3 * job.compute_ns if job.loader_workers else 0.8 * _MS),
-        nic=job.nic_bytes_per_s * (1 + 0.01 * rng.standard_normal(job.nodes)),
+        load_ns=np.full(shape, 0.3 * job.compute_ns if job.loader_workers else 0.8 * _MS),
+        nic=always(job.nic_bytes_per_s * (1 + 0.01 * rng.standard_normal(job.nodes))),
         gc_ns=gc_ns,
         compile_ns=compile_ns,
-        stage_work=1 + 0.01 * rng.standard_normal(stages_of(job)),
-        launch_ns=_PYTHON * (1 + 0.03 * rng.standard_normal(job.ranks)),
+        stage_work=always(1 + 0.01 * rng.standard_normal(stages_of(job))),
+        launch_ns=always(_PYTHON * (1 + 0.03 * rng.standard_normal(job.ranks))),
         overlap=job.overlap,
     )
 
@@ -235,7 +239,7 @@ class _Team:
     def load(self) -> None:
         """The next batch: at once where workers have it ready, one batch ahead of the one that is used."""
         start = self.now
-        load = self.can.load_ns[self.ranks] * np.exp(0.05 * self.rng.standard_normal(len(self.ranks)))
+        load = self.can.load_ns[self.step, self.ranks] * np.exp(0.05 * self.rng.standard_normal(len(self.ranks)))
         if self.job.loader_workers:
             self.ready = np.maximum(self.ready, self.taken.pop(0)) + load
             self.now = np.maximum(self.now, self.ready)
@@ -284,7 +288,8 @@ class _Team:
         groups = len(comm.members)
         rounds = 2.0 if op == "allreduce" else 1.0
         crossing = comm.per_node if op == "alltoall_base" else 1.0  # every rank sends to all ranks elsewhere
-        node = self.of.nic[comm.all_nodes]
+        nic = self.can.nic[self.step]
+        node = nic[comm.all_nodes]
         slowest = np.minimum.reduceat(node, comm.first) / comm.share
         inside = rounds * (comm.per_node - 1) * (_ALPHA_NODE + size / comm.per_node / _BUS * 1e9)
         sent = np.where(comm.across > 1, rounds * (comm.across - 1) / comm.across * crossing * size, 0.0)
@@ -296,7 +301,7 @@ class _Team:
         begin = np.maximum(arrival[comm.place].max(axis=1), comm.free)
         begin = np.where(comm.across > 1, np.maximum(begin, self.of.link_free(comm)), begin)
         comm.free = begin + lasts
-        self.of.occupy(comm, comm.free, sent, latency, op == "alltoall_base")
+        self.of.occupy(comm, nic, comm.free, sent, latency, op == "alltoall_base")
         wake = _WAKE * np.exp(0.6 * self.rng.standard_normal(comm.members.shape))
         end = np.empty(len(self.ranks))
         end[comm.place] = comm.free[:, None] + wake
@@ -339,7 +344,6 @@ class _Scheduler:
 
     def __init__(self, job: Job, can: Resources) -> None:
         self.job, self.can = job, can
-        self.nic = can.nic
         self.log = Recording(job)
         rng = np.random.default_rng([job.seed, 3])
         self.start = 1e9 + rng.uniform(0, 5 * _MS, job.ranks)
@@ -362,7 +366,13 @@ class _Scheduler:
         return np.maximum.reduceat(self.busy_until[comm.all_nodes], comm.first)
 
     def occupy(
-        self, comm: _Communicator, until: np.ndarray, sent: np.ndarray, latency: np.ndarray, to_all: bool
+        self,
+        comm: _Communicator,
+        nic: np.ndarray,
+        until: np.ndarray,
+        sent: np.ndarray,
+        latency: np.ndarray,
+        to_all: bool,
     ) -> None:
         """The links of the groups' nodes are busy until then; what they sent is counted per direction."""
         for group in np.flatnonzero(np.isfinite(until) & (comm.across > 1)):
@@ -370,7 +380,7 @@ class _Scheduler:
             self.busy_until[nodes] = np.maximum(self.busy_until[nodes], until[group])
             hops = [np.roll(nodes, -k) for k in (range(1, len(nodes)) if to_all else (1,))]
             for peers in hops:
-                rate = np.minimum(self.nic[nodes], self.nic[peers]) / comm.share[group]
+                rate = np.minimum(nic[nodes], nic[peers]) / comm.share[group]
                 size = sent[group] / len(hops)
                 busy_s = size / rate + latency[group] / 1e9 / len(hops)
                 # On a slow link the data stands in the sender's queue.
@@ -404,7 +414,8 @@ class _Scheduler:
         team.around(_CALL)
         remote = team.node != sender.node
         pairs = np.bincount(sender.node[remote], minlength=self.job.nodes)[sender.node]  # share the sender's link
-        rate = np.where(remote, np.minimum(self.nic[team.node], self.nic[sender.node]) / np.maximum(pairs, 1), _BUS)
+        nic = self.can.nic[team.step]
+        rate = np.where(remote, np.minimum(nic[team.node], nic[sender.node]) / np.maximum(pairs, 1), _BUS)
         alpha = np.where(remote, _ALPHA_NET, _ALPHA_NODE)
         scatter = np.exp(0.04 * team.rng.standard_normal(len(call)))
         end = np.maximum(call, sent) + (alpha + size / rate * 1e9) * scatter
@@ -576,7 +587,7 @@ class _Device:
         amount = team.can.tokens[team.step, team.ranks] if kind != "optimizer" else 1.0
         lasts = ns * weights / weights.sum() * amount * team.can.slowness[team.step, team.ranks]
         lasts = lasts * np.exp(_JITTER * team.rng.standard_normal(size))
-        calls = team.can.launch_ns[team.ranks] * np.exp(0.2 * team.rng.standard_normal(size))
+        calls = team.can.launch_ns[team.step, team.ranks] * np.exp(0.2 * team.rng.standard_normal(size))
         away = np.where(team.rng.random(len(team.ranks)) < _PREEMPTED, team.rng.exponential(_PREEMPTED_NS), 0.0)
         team.log.busy_ns["compute" if kind != "optimizer" else kind][team.step, team.ranks] += lasts.sum(axis=0)
         team.spend(away)
@@ -770,9 +781,9 @@ def _pipeline(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Iterato
     inside = _world(scheduler, team, split, "tp") if split > 1 else None
     replicas = team.ranks.reshape(-1, split).T
     data = _Communicator(scheduler, team.ranks, np.ascontiguousarray(replicas), "dp") if replicas.shape[1] > 1 else None
-    ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[stage]
 
     def compute(kind: str, microbatch: int, share: float) -> Iterator[float]:
+        ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[team.step, stage]
         start = team.now
         if microbatch == 0 and kind == "forward":
             team.stops()
@@ -815,8 +826,8 @@ def _pipeline_gpu(scheduler: _Scheduler, team: _Team, teams: list[_Team]) -> Ite
     replicas = np.ascontiguousarray(team.ranks.reshape(-1, split).T)
     data = _Communicator(scheduler, team.ranks, replicas, "dp")
     device = _Device(team)
-    ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[stage]
     for _ in _steps(team):
+        ns = job.compute_ns / job.microbatches * scheduler.can.stage_work[team.step, stage]
         if stage in (0, last):
             team.load()
         for kind, microbatch in _schedule(job.parallel, stage, len(teams), job.microbatches):
