@@ -52,7 +52,7 @@ from rankscope.analysis.metrics.step_matrix import (
     estimate_of_operations,
     over_occurrences,
 )
-from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import MIXED
@@ -390,12 +390,10 @@ def _against_other_steps(
     times = by_step["ns"].to_numpy()
     if len(times) < 2 * min_steps:
         return []
-    inside = longest_stretch(times, (1 + min_change) / 2)
-    if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(times, inside) < min_z:
+    inside = longer_stretch(times, min_change, min_steps, min_z)
+    if inside is None:
         return []
     ratio = float(np.median(times[inside]) / np.median(times[~inside]))
-    if ratio < min_change or follows_line(times, inside):
-        return []
     numbers = tuple(by_step["step"].to_numpy()[inside].tolist())
     slow = steps.filter(pl.col("step").is_in(numbers))
     most = slow.group_by([*same, "group", "group_size"]).agg(pl.col("ns").sum()).sort("ns").row(-1, named=True)

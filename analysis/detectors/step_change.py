@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, price
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate
-from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.model.spec import Detector
@@ -51,17 +51,15 @@ def detect(
     """Return the stretch of steps in which all ranks are slower, as one finding."""
     grid = _enough(breakdown, min_steps, min_z)
     lengths = grid.of(*grid.parts).mean(axis=0)
-    inside = longest_stretch(lengths, (1 + min_ratio) / 2)
-    if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(lengths, inside) < min_z:
+    inside = longer_stretch(lengths, min_ratio, min_steps, min_z)
+    if inside is None:
         return []
     usual, slow = np.median(lengths[~inside]), np.median(lengths[inside])
     # Where one rank is late, what the others compute beside communication and what they compute alone change places.
     parts = grid.parts | {"compute": grid.of("compute", "overlapped")}
     grown = {part: _growth(values, inside) for part, values in parts.items() if part != "overlapped"}
     where = max(grown, key=lambda part: grown[part])
-    if slow < min_ratio * usual or grown[where] < (slow - usual) / 2 or where not in (*OWN, "transfer"):
-        return []
-    if follows_line(lengths, inside):
+    if grown[where] < (slow - usual) / 2 or where not in (*OWN, "transfer"):
         return []
     share = float(inside.mean())
     over = estimate(lengths[inside] - usual)

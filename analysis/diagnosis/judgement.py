@@ -16,6 +16,7 @@ from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask, least_fraction
 from rankscope.analysis.diagnosis.judged_tables import judged_tables
+from rankscope.analysis.diagnosis.longer_part import longer_steps, with_part
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.savings import (
     as_replayed,
@@ -76,6 +77,16 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
     measure = cache(lambda: measure_of(run, tables["breakdown"], timeline))
     costs = cache(lambda: delays(timeline.phases, timeline.collectives))
     measured, healthy, not_checked = ask(detectors(), tables, said, reasons)
+    longer = longer_steps(tables["breakdown"])
+    if longer:
+        judged = pl.col("judged") & pl.col("step").is_in(longer)
+        part, part_reasons = judged_tables(
+            replace(timeline, steps=timeline.steps.with_columns(judged)), addresses, trace.reader.cannot(), model
+        )
+        measured = with_part(measured, ask(detectors(), part, said, part_reasons)[0], longer, tables["breakdown"])
+        there = {one.detector for one in measured}
+        healthy = [check for check in healthy if check.detector not in there]
+        not_checked = [check for check in not_checked if check.detector not in there]
     found, hidden = as_replayed(measured, measure, lambda kind: least_fraction(kind, tables))
     healthy = with_hidden(healthy, hidden, found, not_checked)
     replays = replays or len(found) > 1 or any(spec_of(one.detector).cost != "measured" for one in found)

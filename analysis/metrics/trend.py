@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.step_matrix import Floats
 
-__all__ = ["Trend", "follows_line", "longest_stretch", "rank_sum_z", "trend"]
+__all__ = ["Trend", "follows_line", "longer_stretch", "longest_stretch", "rank_sum_z", "trend"]
 
 _POINTS = 1000  # pairs are compared, so longer runs are drawn together first
 _CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
@@ -59,6 +59,20 @@ def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
     of_line = line.first + line.growth * np.linspace(0, 1, len(values))
     of_levels = np.where(inside, *(np.median(values[x]) if x.any() else 0.0 for x in (inside, ~inside)))
     return bool(np.abs(values - of_line).sum() < np.abs(values - of_levels).sum())
+
+
+def longer_stretch(lengths: Floats, min_ratio: float, min_steps: int, min_z: float) -> NDArray[np.bool_] | None:
+    """Return which steps are in the stretch that is longer than the others; None where none is, clear of chance.
+
+    Both have `min_steps` or more, their medians are `min_ratio` apart and their ranks `min_z` standard deviations; and
+    two levels fit better than a line.
+    """
+    inside = longest_stretch(lengths, (1 + min_ratio) / 2)
+    if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(lengths, inside) < min_z:
+        return None
+    if np.median(lengths[inside]) < min_ratio * np.median(lengths[~inside]) or follows_line(lengths, inside):
+        return None
+    return inside
 
 
 def longest_stretch(lengths: Floats, ratio: float, usual_ns: float | None = None) -> NDArray[np.bool_]:
