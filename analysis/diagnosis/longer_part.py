@@ -13,7 +13,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, severity
-from rankscope.analysis.metrics.step_matrix import step_grid
+from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid
 from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.text.message import text
@@ -22,7 +22,7 @@ from rankscope.analysis.text.phrases import some_ranges
 __all__ = ["longer_steps", "with_part"]
 
 _LONGER, _LEAST_STEPS, _LEAST_Z = 1.1, ENOUGH_STEPS, 3.0  # to look at them; what is found there must be clear by itself
-_ALL_THERE = 0.8  # of what a finding costs in the whole run: then it acts in this part only
+_ALL_THERE = 0.8  # of what a finding costs in the whole run, or of its steps: then it acts in this part only
 _LEAST = 0.03  # of the run's mean step: what most checks report
 _OF_ALL = "step_change"
 _CHANGES = (_OF_ALL, "gradual_slowdown")  # compare steps with each other
@@ -50,21 +50,25 @@ def with_part(
     of_steps, of_time = float(inside.mean()), float(lengths[inside].sum() / lengths.sum())
     found = list(whole)
     is_change = any(one.detector in _CHANGES for one in whole)
-    explained_ns = 0
     for one in part:
         there = _in_run(one, steps, of_steps, of_time)
-        names_some = 0 < len(one.ranks) < len(grid.ranks) or len(one.nodes) > 0
-        if one.detector in _CHANGES or there.lost_fraction < _LEAST or (is_change and not names_some):
+        if one.detector in _CHANGES or there.lost_fraction < _LEAST or (is_change and not _names_some(one, grid)):
             continue
         at = next((number for number, other in enumerate(found) if _is_same(one, other)), None)
         if at is None:
             found.append(there)
-        elif there.lost_ns_per_step < _ALL_THERE * found[at].lost_ns_per_step:
-            continue
-        elif not found[at].steps:
+        elif not found[at].steps and there.lost_ns_per_step >= _ALL_THERE * found[at].lost_ns_per_step:
             found[at] = replace(found[at], title=there.title, steps=there.steps, evidence=there.evidence)
-        explained_ns = max(explained_ns, there.lost_ns_per_step if names_some else 0)
-    return [one for one in found if one.detector != _OF_ALL or 2 * explained_ns < one.lost_ns_per_step]
+    of_some = [one.lost_ns_per_step for one in found if _names_some(one, grid) and _acts_in(one, steps)]
+    return [one for one in found if one.detector != _OF_ALL or 2 * max(of_some, default=0) < one.lost_ns_per_step]
+
+
+def _names_some(one: Finding, grid: StepGrid) -> bool:
+    return 0 < len(one.ranks) < len(grid.ranks) or len(one.nodes) > 0
+
+
+def _acts_in(one: Finding, steps: tuple[int, ...]) -> bool:
+    return len({*one.steps} & {*steps}) > _ALL_THERE * len(one.steps)
 
 
 def _in_run(one: Finding, steps: tuple[int, ...], of_steps: float, of_time: float) -> Finding:
