@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, severity
+from rankscope.analysis.detectors import severity
 from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid
 from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Finding
@@ -21,7 +21,6 @@ from rankscope.analysis.text.phrases import some_ranges
 
 __all__ = ["longer_steps", "with_part"]
 
-_LONGER, _LEAST_STEPS, _LEAST_Z = 1.1, ENOUGH_STEPS, 3.0  # to look at them; what is found there must be clear by itself
 _ALL_THERE = 0.8  # of what a finding costs in the whole run, or of its steps: then it acts in this part only
 _LEAST = 0.03  # of the run's mean step: what most checks report
 _OF_ALL = "step_change"
@@ -31,9 +30,7 @@ _CHANGES = (_OF_ALL, "gradual_slowdown")  # compare steps with each other
 def longer_steps(breakdown: pl.DataFrame) -> tuple[int, ...]:
     """Return the steps of the part of the run that is longer; empty: its steps have one length."""
     grid = step_grid(breakdown)
-    if len(grid.steps) < 2 * _LEAST_STEPS:
-        return ()
-    inside = longer_stretch(grid.of(*grid.parts).mean(axis=0), _LONGER, _LEAST_STEPS, _LEAST_Z)
+    inside = longer_stretch(grid.of(*grid.parts).mean(axis=0))
     return () if inside is None else tuple(step for step, there in zip(grid.steps, inside, strict=True) if there)
 
 
@@ -72,7 +69,7 @@ def _acts_in(one: Finding, steps: tuple[int, ...]) -> bool:
 
 
 def _in_run(one: Finding, steps: tuple[int, ...], of_steps: float, of_time: float) -> Finding:
-    """Return a finding of some steps, by what it costs in all of them. No fix of it alone can be replayed."""
+    """Return a finding of some steps, by what it costs in all of them."""
     fraction = one.lost_fraction * of_time
     return replace(
         one,
@@ -82,9 +79,7 @@ def _in_run(one: Finding, steps: tuple[int, ...], of_steps: float, of_time: floa
         lost_ns_per_step=round(one.lost_ns_per_step * of_steps),
         lost_fraction=fraction,
         uncertainty_ns=round(one.uncertainty_ns * of_steps),
-        fix=None,
-        gain_fraction=fraction,
-        gain_why=None,
+        gain_fraction=None if one.gain_fraction is None else fraction,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.step_matrix import Floats
+from rankscope.analysis.metrics.step_matrix import ENOUGH_STEPS, Floats
 
 __all__ = ["Trend", "follows_line", "longer_stretch", "longest_stretch", "rank_sum_z", "trend"]
 
@@ -61,12 +61,16 @@ def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
     return bool(np.abs(values - of_line).sum() < np.abs(values - of_levels).sum())
 
 
-def longer_stretch(lengths: Floats, min_ratio: float, min_steps: int, min_z: float) -> NDArray[np.bool_] | None:
-    """Return which steps are in the stretch that is longer than the others; None where none is, clear of chance.
+def longer_stretch(
+    lengths: Floats, min_ratio: float = 1.1, min_steps: int = ENOUGH_STEPS, min_z: float = 3.0
+) -> NDArray[np.bool_] | None:
+    """Return which steps are in the stretch that is longer than the others; None where there is none.
 
     Both have `min_steps` or more, their medians are `min_ratio` apart and their ranks `min_z` standard deviations; and
-    two levels fit better than a line.
+    two levels fit better than a line. By default it is worth to look at both by themselves, and clear of nothing.
     """
+    if len(lengths) < 2 * min_steps:
+        return None
     inside = longest_stretch(lengths, (1 + min_ratio) / 2)
     if min(inside.sum(), (~inside).sum()) < min_steps or rank_sum_z(lengths, inside) < min_z:
         return None

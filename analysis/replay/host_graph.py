@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.metrics.distinct import among, distinct, distinct_in_order
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
+from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import BLOCKED
@@ -529,18 +530,20 @@ def before_steps(host: HostGraph) -> Ints:
 def fidelity(host: HostGraph) -> Fidelity:
     """Replay each half of the steps with what transfers, late ends and wake-ups took in the other half.
 
-    The ranks' own time is what was measured, everything else is the mean of the same thing in the other half's steps.
+    The ranks' own time is what was measured, everything else is the mean of the same thing in the other half's steps;
+    where steps have two lengths, in those of its own.
     """
     graph = host.graph
+    kind = np.where(host.cycle >= 0, 2 * host.cycle + _is_longer(host.steps)[graph.step], _NONE)
     errors: list[Floats] = []
     sums = np.zeros(2)
     for half in (0, 1):
         own_step = graph.step % 2 == half
-        recurs = host.cycle >= 0
+        recurs = kind >= 0
         fitted = graph.duration_ns.copy()
-        usual = _means(host.cycle[recurs & ~own_step], graph.duration_ns[recurs & ~own_step])
+        usual = _means(kind[recurs & ~own_step], graph.duration_ns[recurs & ~own_step])
         nodes = np.flatnonzero(recurs & own_step)
-        fitted[nodes] = usual(host.cycle[nodes], graph.duration_ns[nodes])
+        fitted[nodes] = usual(kind[nodes], graph.duration_ns[nodes])
         length = step_lengths(host, replay(graph, fitted))
         chosen = (host.steps["judged"] & (host.steps["step"] % 2 == half)).to_numpy()
         measured = host.steps["measured_ns"].to_numpy()[chosen]
@@ -555,6 +558,16 @@ def fidelity(host: HostGraph) -> Fidelity:
         p90_error=float(np.quantile(error, 0.9)),
         mean_error=float(sums[0] / sums[1] - 1),
     )
+
+
+def _is_longer(steps: pl.DataFrame) -> Bools:
+    """Return of each step number, and of none at the end, whether it is in the part of the run that is longer."""
+    judged = steps.filter("judged").group_by("step").agg(pl.col("measured_ns").mean()).sort("step")
+    longer = np.zeros(int(steps["step"].to_numpy().max(initial=0)) + 2, dtype=bool)
+    inside = longer_stretch(judged["measured_ns"].to_numpy())
+    if inside is not None:
+        longer[judged["step"].to_numpy()[inside]] = True
+    return longer
 
 
 def _means(kind: Ints, value: Floats) -> Callable[[Ints, Floats], Floats]:
