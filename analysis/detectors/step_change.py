@@ -10,6 +10,7 @@ run's own earlier or later steps are the only measure.
 **False positives.** Work that really changes: longer sequences from some step on, a phase of training with another
 batch size, an evaluation inside of steps. Where one rank makes all others wait, or what grew is input, garbage
 collection or compilation, this stays silent: they have checks of their own. So has what creeps up (`gradual_slowdown`).
+A rank, node, link or stage that explains most of it in these steps is the finding instead.
 
 **What to try.** See what happened at the step where it began: a clock or power limit, another job on the hosts or the
 network, a full disk, memory that runs out. Compare the counters of the nodes before and after.

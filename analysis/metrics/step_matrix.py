@@ -28,6 +28,7 @@ __all__ = [
     "StepGrid",
     "above_peers",
     "by_rank_and_step",
+    "deviation_of_alike",
     "estimate",
     "estimate_of_operations",
     "estimate_of_pieces",
@@ -312,6 +313,19 @@ def _above_others(values: Floats) -> Floats:
 def robust_deviation(values: Floats) -> float:
     """Of normal scatter its standard deviation; a few that are far out do not matter."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
+def deviation_of_alike(values: Floats) -> float:
+    """Return the robust deviation, or twice that of the half of the values that are closest together if it is less.
+
+    Of values of two kinds, half of them each, the first is how far the kinds are apart, the second twice the scatter
+    within one. Of normal scatter it is the first.
+
+    Source: the shortest half, Rousseeuw and Leroy 1988.
+    """
+    ordered, half = np.sort(values), len(values) // 2
+    shortest = float((ordered[half - 1 :] - ordered[: len(ordered) - half + 1]).min())
+    return min(robust_deviation(values), 2 * shortest / (2 * 0.6745))
 
 
 def gain_ns(busy: Floats, without: Floats) -> float:

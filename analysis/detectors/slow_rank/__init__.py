@@ -5,8 +5,9 @@ compilation and checkpoints) is compared with the median of the other ranks that
 pipeline those of the same stage. A rank is slow if
 
 - it is above its peers in most analyzed steps (`persistence`) by at least `min_z` robust standard deviations of what
-  the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or its excess comes in
-  bursts that hardly any other rank has; or it alone is above its peers for a long part of the run;
+  the peers differ among themselves and of what its own steps, or stretches of steps, scatter; or it is above its peers
+  for a part of the run, of 10 steps or more, by five times what stretches of steps differ; or its excess comes in
+  bursts that hardly any other rank has;
 - it costs at least `min_fraction` of the step, clear of its own scatter;
 - the peers really were blocked longer than this rank: the loss is no larger than that, within two standard
   deviations.

@@ -49,6 +49,7 @@ __all__ = ["by_own_time", "resolution_of_own_time"]
 
 _BOUND_Z = 2.0  # the bound on a loss is a measurement too, and ranks differ by chance
 _ALIKE = 0.5  # of the judged one's excess: ranks with as much count as slow like it
+_MANY_ALIKE = 4  # ranks: as many findings would hide the others
 _MOST_MIXED = 0.1  # of the step: with more, silence is no proof of health
 _HOSTS_IDLE = 0.1  # share of the step: where devices idle more for hosts, some of these lag behind by chance
 
@@ -112,6 +113,7 @@ def by_own_time(
     if few or seen is not None:
         slow = [replace(s, where=places_of(s, grid, role, regions)) for s in slow]
     slow = [s for s in (*slow_nodes, *slow) if s.chance is not None or (s.lost.clear and s.lost.ns >= least_ns)]
+    slow = _together(slow)
     return [finding_of(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
 
 
@@ -237,6 +239,22 @@ def _slow(
     priced = [s for found in shown for s in _priced(found, peers, own, ranks_of, seen)]
     rows = sorted({s.rows for s in priced})
     return [max((s for s in priced if s.rows == row), key=lambda s: s.lost.ns) for row in rows]
+
+
+def _together(slow: list[Slow]) -> list[Slow]:
+    """Return the same, ranks that are slow in all steps as one where they are many and alike.
+
+    Each of these costs what it does with the others fixed, so that the costliest is what all of them cost.
+    """
+    alone = [s for s in slow if s.when.all() and len(s.rows) == 1 and not s.nodes and s.chance is None]
+    most_ns = max((s.excess.mean() for s in alone), default=0.0)
+    alike = [s for s in alone if s.excess.mean() >= _ALIKE * most_ns]
+    if len(alike) < _MANY_ALIKE:
+        return slow
+    costliest = max(alike, key=lambda s: s.lost.ns)
+    rows = tuple(sorted(row for s in alike for row in s.rows))
+    one = replace(costliest, rows=rows, excess=np.mean([s.excess for s in alike], axis=0))
+    return [one, *(s for s in slow if s not in alike)]
 
 
 def _priced(

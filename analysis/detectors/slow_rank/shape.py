@@ -14,6 +14,7 @@ from rankscope.analysis.metrics.step_matrix import (
     Estimate,
     Floats,
     StepGrid,
+    deviation_of_alike,
     estimates,
     lasting_half_widths,
     robust_deviation,
@@ -69,7 +70,7 @@ def least_apart(excess: Floats, min_z: float) -> tuple[Floats, Floats]:
     if excess.shape[1] >= _STRETCHES:
         half_widths = np.maximum(half_widths, lasting_half_widths(excess, TRIM))
     if len(means) > _MANY:
-        among = np.full(len(means), robust_deviation(means))
+        among = np.full(len(means), deviation_of_alike(means))
     else:
         among = np.array([robust_deviation(np.delete(means, row)) for row in range(len(means))])
     return means, min_z * np.maximum(among, half_widths / 1.96)

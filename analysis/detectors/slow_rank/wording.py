@@ -104,9 +104,9 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
 
 
 def _fix(ranks: tuple[int, ...], slow: Slow) -> str:
-    if slow.last is not None:
-        return f"rank:{','.join(map(str, ranks))}"
-    return f"node:{slow.nodes[0]}" if slow.nodes else f"rank:{ranks[0]}"
+    if slow.nodes and slow.last is None:
+        return f"node:{slow.nodes[0]}"
+    return f"rank:{','.join(map(str, ranks))}"
 
 
 def _title(ranks: tuple[int, ...], slow: Slow, steps: tuple[int, ...]) -> str:
@@ -139,6 +139,13 @@ def _title(ranks: tuple[int, ...], slow: Slow, steps: tuple[int, ...]) -> str:
         return text(
             "{subject} is slow: it computes {time} longer {often} than its peers",
             subject=subject,
+            time=longer,
+            often=often,
+        )
+    if not slow.nodes:
+        return text(
+            "{ranks} are slow: they compute {time} longer {often} than their peers",
+            ranks=named("Rank", ranks),
             time=longer,
             often=often,
         )

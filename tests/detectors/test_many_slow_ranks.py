@@ -1,0 +1,44 @@
+"""Many ranks that are slow alike, up to half of the job: one finding, at what fixing all of them brings."""
+
+from __future__ import annotations
+
+import pytest
+
+import rankscope
+from record import write
+from simulate import Job, healthy_resources, run, step_ns
+
+OF_A_SOCKET = [rank for rank in range(32) if rank % 8 >= 4]
+
+
+def recorded(folder, slow, factor, parallel="fsdp"):
+    """The report, and the true cost: what the mean step takes longer than without them."""
+    can = healthy_resources(job := Job(parallel=parallel, ranks=32, steps=40, seed=5))
+    without = step_ns(run(job, can))
+    can.slowness[:, slow] *= factor
+    log = run(job, can)
+    return rankscope.diagnose(rankscope.open(write(log, folder / "run"))), step_ns(log) - without
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "moe"])
+@pytest.mark.parametrize("slow", [OF_A_SOCKET, [3, 9, 20, 21, 30]], ids=["half", "five"])
+def test_ranks_that_are_slow_alike_are_one_finding(slow, parallel, tmp_path):
+    report, cost_ns = recorded(tmp_path, slow, 1.3, parallel)
+    (finding,) = [finding for finding in report.findings if not finding.caused_by]
+    assert (finding.detector, finding.ranks, finding.confidence) == ("slow_rank", tuple(slow), "confirmed")
+    assert finding.lost_ns_per_step == pytest.approx(cost_ns, rel=0.2)
+    assert finding.fix == "rank:" + ",".join(map(str, slow))
+    assert finding.gain_fraction == pytest.approx(cost_ns / report.steps.mean_ns, rel=0.2)
+
+
+def test_one_that_is_much_slower_than_the_others_is_named_alone(tmp_path):
+    can = healthy_resources(job := Job(parallel="fsdp", ranks=32, steps=40, seed=5))
+    can.slowness[:, OF_A_SOCKET] *= 1.1
+    can.slowness[:, 6] *= 1.5
+    report = rankscope.diagnose(rankscope.open(write(run(job, can), tmp_path / "run")))
+    first = report.findings[0]
+    assert (first.detector, first.ranks) == ("slow_rank", (6,))
+
+
+def test_a_socket_a_little_slower_is_no_finding(tmp_path):
+    assert recorded(tmp_path, OF_A_SOCKET, 1.015)[0].findings == ()
