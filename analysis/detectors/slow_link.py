@@ -5,11 +5,11 @@ or of those at the link, for which the others of a pipeline wait, and the socket
 than 1 / `min_ratio` of the bytes per busy second that they do between others. Among 16 other links or more, which show
 how much links differ by chance, 1 / `min_ratio_of_many` is enough, if that is `min_z` robust standard deviations below
 them: on many nodes most of a transfer is latency. A node is named when all of its links are slow and those among the
-other nodes are not; otherwise the link between two nodes is. With two nodes there is one link only, and it is named
-where one of its directions is slow. Links are compared with those that carry about as many bytes over as many sockets,
-which do the same for the job: a socket of a pipeline may share its card with seven others, that of a ring has one for
-itself. If the run can be replayed, the cost is what the replay gains with the others' rate, for as long as the link had
-data under way.
+other nodes are not; so are several, the fewest that have all slow links. Otherwise the link between two nodes is. With
+two nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those
+that carry about as many bytes over as many sockets, which do the same for the job: a socket of a pipeline may share its
+card with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains
+with the others' rate, for as long as the link had data under way.
 
 Where NCCL's profiler plugin was at work, links are compared by what its proxies sent while the network had data: that
 is free of late peers and late GPUs, and works with RDMA. Besides nodes, single ranks are compared, which send through
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations, islice
 
 import numpy as np
 import polars as pl
@@ -50,8 +51,8 @@ from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepG
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.replay.fixes import Fix
-from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.message import plural, text
+from rankscope.analysis.text.phrases import named, some_ranges
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
 from rankscope.errors import NotResolvable
@@ -71,13 +72,15 @@ detector = Detector(
 
 _MANY = 16  # links show how much healthy ones differ
 _Slower = Callable[[float, Floats], bool]  # is a rate slower than these others
+_MOST_TRIED = 1000  # sets of nodes of each size
+_ALIKE = 2.0  # times the rate of the slowest: then the job would still wait for it
 _MORE = 2.0  # times as long as the median rank: then the ranks at a link are blocked, and the others wait for them
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
 
 
 @dataclass(frozen=True, slots=True)
 class _Slow:
-    """The nodes named (one: all of its links; two: the link between them) and the rates that show it.
+    """The nodes named (all of their links, or the link between two) and the rates that show it.
 
     With `ranks` their cards are named, not the nodes': one, all of its links; two, the way from one to the other.
     """
@@ -86,6 +89,7 @@ class _Slow:
     rate: float
     healthy_rate: float
     ranks: tuple[int, ...] = ()
+    is_pair: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ def detect(
         return usual >= min_ratio * rate or (usual >= min_ratio_of_many * rate and usual - rate >= by_chance)
 
     pairs = pairs_of_nodes(busy)
-    slow = _slow_node(pairs, slower) or _slow_pair(pairs, busy, slower)
+    slow = _slow_nodes(pairs, slower) or _slow_pair(pairs, busy, slower)
     if slow is None and sent is not None:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
@@ -233,8 +237,6 @@ def _finding(
     ranks: pl.DataFrame,
     evidence: tuple[Evidence, ...],
 ) -> Finding:
-    one, other = (*slow.nodes, *slow.nodes)[:2]
-    is_node = len(slow.nodes) == 1
     if slow.ranks:
         way = [text("rank {rank} (node {node})", rank=r, node=n) for r, n in zip(slow.ranks, slow.nodes, strict=True)]
         what = (
@@ -242,10 +244,16 @@ def _finding(
             if len(way) == 1
             else text("network from {rank} to {peer}", rank=way[0], peer=way[1])
         )
+    elif slow.is_pair:
+        what = text("link between node {node} and node {peer}", node=slow.nodes[0], peer=slow.nodes[1])
     else:
-        what = text("link of node {node}", node=one)
-        if not is_node:
-            what = text("link between node {node} and node {peer}", node=one, peer=other)
+        what = plural(
+            "link of node {node}",
+            "links of nodes {nodes}",
+            len(slow.nodes),
+            node=slow.nodes[0],
+            nodes=some_ranges(slow.nodes),
+        )
     if transfer.most_ns is None:
         blocked = duration(transfer.ns.ns)
         cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=blocked)
@@ -262,8 +270,10 @@ def _finding(
     seen_blocked = transfer.most_ns is None
     return Finding(
         detector="slow_link",
-        title=text(
+        title=plural(
             "The {what} is slow ({rate}/s against {usual}/s elsewhere): {cost}",
+            "The {what} are slow ({rate}/s against {usual}/s elsewhere): {cost}",
+            1 if slow.is_pair else len(slow.nodes),
             what=what,
             rate=bytes_text(slow.rate),
             usual=bytes_text(slow.healthy_rate),
@@ -275,10 +285,10 @@ def _finding(
             "traffic, shaping, or a wrong GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME.",
             nodes=named("node", sorted(set(slow.nodes))),
         ),
-        ranks=slow.ranks or (of_node if is_node else ()),
+        ranks=slow.ranks or (() if slow.is_pair else of_node),
         nodes=tuple(sorted(set(slow.nodes))),
         evidence=evidence,
-        fix=str(Fix.link(*slow.nodes)) if seen_blocked and not slow.ranks else None,
+        fix=str(Fix.link(*slow.nodes, is_pair=slow.is_pair)) if seen_blocked and not slow.ranks else None,
         gain_why=None if seen_blocked else text("for how long transfers block ranks was not recorded"),
         **price(transfer.grid, lost),
     )
@@ -300,17 +310,38 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
         return _Slow((node_of[rank],), slow_rate, healthy_rate, (rank,))
     if len({frozenset(way) for way in ends}) > 1:
         return None
-    return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0])
+    return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0], is_pair=True)
 
 
-def _slow_node(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
-    """Return the node of which even the fastest link is slower than those among the others."""
-    candidates = []
+def _slow_nodes(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
+    """Return the nodes of which even the fastest link is slower than those among the others.
+
+    Of several such nodes the fewest that have all of their slow links: a node between two of them has slow links only.
+    """
+    slow = []
     for node in np.unique(pairs.nodes).tolist():
-        rate, own, among_others = pairs.against_others(pairs.of(node))
+        _, own, among_others = pairs.against_others(pairs.of(node))
         if len(own) > 1 and len(among_others) and slower(own.max(), among_others):
-            candidates.append(_Slow((node,), rate, _usual(rate, own, among_others)))
-    return max(candidates, key=lambda slow: slow.healthy_rate / slow.rate, default=None)
+            slow.append(node)
+    if not slow:
+        return None
+    all_links = pairs.of(*slow)
+    fewest = next(
+        (
+            nodes
+            for count in range(1, len(slow) + 1)
+            for nodes in islice(combinations(slow, count), _MOST_TRIED)
+            if (pairs.of(*nodes) == all_links).all()
+        ),
+        tuple(slow),
+    )
+    each = {}
+    for node in fewest:
+        rate, own, among_others = pairs.against_others(pairs.of(node))
+        each[node] = _Slow((node,), rate, _usual(rate, own, among_others))
+    slowest = min(each.values(), key=lambda one: one.rate / one.healthy_rate)
+    least = _ALIKE * slowest.rate / slowest.healthy_rate
+    return replace(slowest, nodes=tuple(n for n, one in each.items() if one.rate / one.healthy_rate <= least))
 
 
 def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slow | None:
@@ -321,11 +352,11 @@ def _slow_pair(pairs: PairsOfNodes, busy: pl.DataFrame, slower: _Slower) -> _Slo
     nodes, _ = _slowest(pairs, busy)
     if len(pairs) == 1 and len(busy) == 2:
         low, high = sorted(busy["rate_bytes_per_s"])
-        return _Slow(nodes, low, high) if slower(low, np.array([high])) else None
-    rate, own, others = pairs.against_others(pairs.of(*nodes))
+        return _Slow(nodes, low, high, is_pair=True) if slower(low, np.array([high])) else None
+    rate, own, others = pairs.against_others(pairs.of(*nodes, is_pair=True))
     if not len(own) or not len(others) or not slower(own[0], others):
         return None
-    return _Slow(nodes, rate, _usual(rate, own, others))
+    return _Slow(nodes, rate, _usual(rate, own, others), is_pair=True)
 
 
 def _slowest(pairs: PairsOfNodes, busy: pl.DataFrame) -> tuple[tuple[int, ...], float]:

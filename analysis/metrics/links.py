@@ -195,9 +195,10 @@ class PairsOfNodes:
     def __len__(self) -> int:
         return len(self.rate)
 
-    def of(self, *nodes: int) -> Bools:
-        """Say which pairs have all of these nodes."""
-        return np.asarray(np.all([(self.nodes == node).any(axis=1) for node in nodes], axis=0))
+    def of(self, *nodes: int, is_pair: bool = False) -> Bools:
+        """Say which pairs have one of these nodes, or both of two."""
+        has = [(self.nodes == node).any(axis=1) for node in nodes]
+        return np.asarray(np.all(has, axis=0) if is_pair else np.any(has, axis=0))
 
     def against_others(self, chosen: Bools) -> tuple[float, Floats, Floats]:
         """Return the median rate of the chosen pairs; and the rates of these, and of all others, over the usual one.
@@ -237,32 +238,34 @@ def pairs_of_nodes(busy: pl.DataFrame) -> PairsOfNodes:
     return PairsOfNodes(np.stack([keys // width, keys % width], axis=1), rate, kind)
 
 
-def busy_time(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, int, int]:
-    """For how long, ns, the links of one node, or between two, had data under way, in the direction that had it longer.
+def busy_time(links: pl.DataFrame, nodes: tuple[int, ...], *, is_pair: bool = False) -> tuple[float, int, int]:
+    """For how long, ns, the links of a node, or between two, had data under way, in the direction that had it longer.
 
-    Second and third, between which times on the run's clock; 0 stands for its beginning.
+    Of several nodes that of which it was longest. Second and third, between which times on the run's clock; 0 stands
+    for its beginning.
     """
-    outward = pl.col("node") == nodes[0]
-    inward = pl.col("peer_node") == nodes[0]
-    if len(nodes) == 2:
-        outward, inward = outward & (pl.col("peer_node") == nodes[1]), inward & (pl.col("node") == nodes[1])
-    ways = [busy_links(links).filter(way) for way in (outward, inward)]
+    node, peer = pl.col("node"), pl.col("peer_node")
+    of = [(node == one, peer == one) for one in nodes]
+    if is_pair:
+        of = [((node == nodes[0]) & (peer == nodes[1]), (peer == nodes[0]) & (node == nodes[1]))]
+    ways = [busy_links(links).filter(way) for both in of for way in both]
     busy_s = max(float(way["busy_s"].sum()) for way in ways)
     both = pl.concat(ways)
     since = both.select(pl.when(~pl.col("since_ns").has_nulls()).then(pl.col("since_ns").min())).item()
     return busy_s * 1e9, since or 0, both.select(pl.col("until_ns").max()).item() or 0
 
 
-def link_rates(links: pl.DataFrame, nodes: tuple[int, ...]) -> tuple[float, float] | None:
-    """Bytes per second over the links of one node, or between two, and over the others; None where either is unknown.
+def link_rates(links: pl.DataFrame, nodes: tuple[int, ...], *, is_pair: bool = False) -> tuple[float, float] | None:
+    """Bytes per second over the links of nodes, or between two, and over the others; None where either is unknown.
 
     The others' is that of their kind (`PairsOfNodes`). Of two nodes alone the one link's slower direction is compared
     with the other.
     """
     busy = busy_links(links)
     pairs = pairs_of_nodes(busy)
+    chosen = pairs.of(*nodes, is_pair=is_pair)
     if len(pairs) == 1 and len(busy) == 2:
         low, high = sorted(busy["rate_bytes_per_s"])
-        return (low, high) if pairs.of(*nodes).all() else None
-    rate, mine, others = pairs.against_others(pairs.of(*nodes))
+        return (low, high) if chosen.all() else None
+    rate, mine, others = pairs.against_others(chosen)
     return (rate, rate * float(np.median(others) / np.median(mine))) if len(mine) and len(others) else None

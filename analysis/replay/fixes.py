@@ -13,7 +13,7 @@ __all__ = ["SCHEDULES", "VANISHING", "Fix", "check_form", "together"]
 VANISHING = ("gc", "input", "compile", "checkpoint", "host")  # parts of the step that take no time
 SCHEDULES = ("overlap", "prefetch", "reshard")  # when communication happens
 _FORM = re.compile(
-    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
+    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}(?:,node\d{1,9})*|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
     rf"overlap:[^:]+(?::\w+)?|prefetch:[1-9]\d?|reshard:off|balance|{'|'.join(VANISHING)})"
 )
 
@@ -37,9 +37,9 @@ class Fix:
         return cls(kind, ",".join(map(str, numbers)))
 
     @classmethod
-    def link(cls, *nodes: int) -> Fix:
-        """Give the fix of a node's network, or of the link between two."""
-        return cls("link", "-".join(f"node{node}" for node in nodes))
+    def link(cls, *nodes: int, is_pair: bool = False) -> Fix:
+        """Give the fix of the networks of nodes, or of the link between two."""
+        return cls("link", ("-" if is_pair else ",").join(f"node{node}" for node in nodes))
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.of}" if self.of else self.kind
@@ -48,10 +48,15 @@ class Fix:
     def numbers(self) -> tuple[int, ...]:
         """The ranks, nodes or stages that it names; none where that is not what it is done to."""
         if self.kind == "link":
-            found = re.fullmatch(r"node(\d+)(?:-node(\d+))?", self.of)
-            return tuple(int(node) for node in found.groups() if node is not None) if found else ()
+            is_one = re.fullmatch(r"node\d+(-node\d+|(,node\d+)*)", self.of)
+            return tuple(map(int, re.findall(r"\d+", self.of))) if is_one else ()
         parts = self.of.split(",")
         return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is that of the link between two nodes."""
+        return self.kind == "link" and "-" in self.of
 
     @property
     def amount(self) -> float | None:

@@ -349,19 +349,23 @@ class Rerun:
         nothing under way then.
         """
         nodes = fix.numbers
-        rates = link_rates(self.links, nodes) if nodes else None
+        rates = link_rates(self.links, nodes, is_pair=fix.is_pair) if nodes else None
         if rates is None:
             return None
         graph = self.host.graph
         on = np.array([self.nodes.get(rank, -1) for rank in range(max(self.nodes) + 1)])
         members = np.flatnonzero((graph.instance >= 0) & (graph.rank >= 0))
         instance, node = graph.instance[members], on[graph.rank[members]]
-        has = np.zeros((int(graph.instance.max()) + 1, 2), dtype=bool)
-        has[instance[node == nodes[0]], 0] = True
-        has[instance[(node == nodes[1]) if len(nodes) == 2 else (node != nodes[0])], 1] = True
+        count = int(graph.instance.max()) + 1
+        has = [np.bincount(instance[node == one], minlength=count) > 0 for one in nodes]
+        among = np.bincount(instance, minlength=count)
+        leaves = [
+            mine & (np.bincount(instance[node == one], minlength=count) < among)
+            for one, mine in zip(nodes, has, strict=True)
+        ]
         crosses = (graph.rank < 0) & (graph.instance >= 0)
-        crosses[crosses] = has[graph.instance[crosses]].all(axis=1)
-        busy_ns, since_ns, until_ns = busy_time(self.links, nodes)
+        crosses[crosses] = (np.all(has, axis=0) if fix.is_pair else np.any(leaves, axis=0))[graph.instance[crosses]]
+        busy_ns, since_ns, until_ns = busy_time(self.links, nodes, is_pair=fix.is_pair)
         seen = crosses & (graph.end_ns > since_ns) & (graph.end_ns <= until_ns)
         one_way = np.isin(graph.label, [code for code, op in enumerate(graph.labels) if op in P2P_OPS])
         each_way_ns = float((graph.duration_ns[seen] * np.where(one_way[seen], 0.5, 1.0)).sum())

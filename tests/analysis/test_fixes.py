@@ -16,6 +16,7 @@ from rankscope.errors import BadFix
         ("stage:3", "stage", (3,), 3.0),
         ("link:node1", "link", (1,), None),
         ("link:node1-node12", "link", (1, 12), None),
+        ("link:node1,node12", "link", (1, 12), None),
         ("op:allreduce=0.5", "op", (), 0.5),
         ("bucket-mb:12.5", "bucket-mb", (), 12.5),
         ("overlap:dp:allreduce", "overlap", (), None),
@@ -30,9 +31,15 @@ def test_fix_is_read_and_written_alike(written, kind, numbers, amount):
 
 
 def test_fixes_are_made_of_numbers():
-    assert [str(Fix.numbered("rank", 2, 5)), str(Fix.link(0)), str(Fix.link(0, 3))] == [
+    assert [
+        str(Fix.numbered("rank", 2, 5)),
+        str(Fix.link(0)),
+        str(Fix.link(0, 3)),
+        str(Fix.link(0, 3, is_pair=True)),
+    ] == [
         "rank:2,5",
         "link:node0",
+        "link:node0,node3",
         "link:node0-node3",
     ]
 

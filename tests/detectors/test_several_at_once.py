@@ -1,4 +1,4 @@
-"""Many ranks that are slow alike, up to half of the job: one finding, at what fixing all of them brings."""
+"""Several ranks or nodes with the same fault: one finding, at what fixing all of them brings."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def test_one_that_is_much_slower_than_the_others_is_named_alone(tmp_path):
 
 def test_a_socket_a_little_slower_is_no_finding(tmp_path):
     assert recorded(tmp_path, OF_A_SOCKET, 1.015)[0].findings == ()
+
+
+@pytest.mark.parametrize("slow", [(0, 2), (3, 6), (1, 4)])
+def test_nodes_with_slow_links_are_one_finding_without_the_node_between_them(slow, tmp_path):
+    """In a ring all links of node 1 are slow, too, where nodes 0 and 2 have slow cards."""
+    can = healthy_resources(job := Job(parallel="fsdp", ranks=64, steps=40, seed=5))
+    without = step_ns(run(job, can))
+    can.nic[:, slow] /= 15
+    log = run(job, can)
+    report = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run")))
+    (finding,) = [finding for finding in report.findings if not finding.caused_by]
+    assert (finding.detector, finding.nodes, finding.confidence) == ("slow_link", slow, "confirmed")
+    assert finding.title.startswith(f"The links of nodes {','.join(map(str, slow))} are slow")
+    assert finding.fix == "link:" + ",".join(f"node{node}" for node in slow)
+    assert finding.lost_ns_per_step == pytest.approx(step_ns(log) - without, rel=0.1)
