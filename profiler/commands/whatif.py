@@ -2,9 +2,9 @@
 
 The recorded steps are replayed with the fixes put in. Fixes: rank:2, rank:2,5 and node:1 (their compute time becomes
 the median of the others), balance (all ranks' compute time becomes the mean), link:node1 or link:node1,node4 (transfers
-at the speed of other links), op:allreduce=0.5 (takes half, 0: nothing), gc, input, compile, checkpoint and, on devices, host (take no
-time), stage:3 (of a pipeline: its operations as long as those of the others), bucket-mb:50 (DDP's buckets of
-gradients are merged up to that size; the same as --bucket-mb 50).
+at the speed of other links), op:allreduce=0.5 (takes half, 0: nothing), gc, input, compile, checkpoint and, on devices,
+host (take no time), stage:3 (of a pipeline: its operations as long as those of the others), bucket-mb:50 (DDP's buckets
+of gradients are merged up to that size; the same as --bucket-mb 50).
 
 Example: rankscope whatif runs/NAME --fix rank:2
 """
