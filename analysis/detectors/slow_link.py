@@ -51,7 +51,7 @@ from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepG
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.replay.fixes import Fix
-from rankscope.analysis.text.message import plural, text
+from rankscope.analysis.text.message import Text, plural, text
 from rankscope.analysis.text.phrases import named, some_ranges
 from rankscope.analysis.text.units import bytes_text, duration, percent
 from rankscope.analysis.timeline.nccl_durations import sends
@@ -237,23 +237,7 @@ def _finding(
     ranks: pl.DataFrame,
     evidence: tuple[Evidence, ...],
 ) -> Finding:
-    if slow.ranks:
-        way = [text("rank {rank} (node {node})", rank=r, node=n) for r, n in zip(slow.ranks, slow.nodes, strict=True)]
-        what = (
-            text("network card of {rank}", rank=way[0])
-            if len(way) == 1
-            else text("network from {rank} to {peer}", rank=way[0], peer=way[1])
-        )
-    elif slow.is_pair:
-        what = text("link between node {node} and node {peer}", node=slow.nodes[0], peer=slow.nodes[1])
-    else:
-        what = plural(
-            "link of node {node}",
-            "links of nodes {nodes}",
-            len(slow.nodes),
-            node=slow.nodes[0],
-            nodes=some_ranges(slow.nodes),
-        )
+    what = _name(slow)
     if transfer.most_ns is None:
         blocked = duration(transfer.ns.ns)
         cost = text("all ranks are blocked {transfer} per step while bytes move", transfer=blocked)
@@ -292,6 +276,18 @@ def _finding(
         gain_why=None if seen_blocked else text("for how long transfers block ranks was not recorded"),
         **price(transfer.grid, lost),
     )
+
+
+def _name(slow: _Slow) -> Text:
+    if slow.ranks:
+        way = [text("rank {rank} (node {node})", rank=r, node=n) for r, n in zip(slow.ranks, slow.nodes, strict=True)]
+        if len(way) == 1:
+            return text("network card of {rank}", rank=way[0])
+        return text("network from {rank} to {peer}", rank=way[0], peer=way[1])
+    if slow.is_pair:
+        return text("link between node {node} and node {peer}", node=slow.nodes[0], peer=slow.nodes[1])
+    nodes = some_ranges(slow.nodes)
+    return plural("link of node {node}", "links of nodes {nodes}", len(slow.nodes), node=slow.nodes[0], nodes=nodes)
 
 
 def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:

@@ -30,7 +30,7 @@ _CHANGES = (_OF_ALL, "gradual_slowdown")  # compare steps with each other
 def longer_steps(breakdown: pl.DataFrame) -> tuple[int, ...]:
     """Return the steps of the part of the run that is longer; empty: its steps have one length."""
     grid = step_grid(breakdown)
-    inside = longer_stretch(grid.of(*grid.parts).mean(axis=0))
+    inside = longer_stretch(grid.of(*grid.parts).mean(axis=0)) if grid.steps else None
     return () if inside is None else tuple(step for step, there in zip(grid.steps, inside, strict=True) if there)
 
 

@@ -31,6 +31,16 @@ def test_ranks_that_are_slow_alike_are_one_finding(slow, parallel, tmp_path):
     assert finding.gain_fraction == pytest.approx(cost_ns / report.steps.mean_ns, rel=0.2)
 
 
+@pytest.mark.parametrize("slow", [OF_A_SOCKET, [3, 20]], ids=["half", "two"])
+def test_ranks_that_are_late_alike_by_durations_are_one_finding(slow, tmp_path):
+    """Each by itself makes the others wait for no longer than the next one: together they do."""
+    report, cost_ns = recorded(tmp_path, slow, 1.3, "ddp-rccl")
+    (finding,) = [finding for finding in report.findings if not finding.caused_by]
+    assert (finding.detector, finding.ranks) == ("slow_rank", tuple(slow))
+    assert " are late: they begin " in finding.title
+    assert finding.lost_ns_per_step <= 1.1 * cost_ns  # at least the longest wait of a step: a bound from below
+
+
 def test_one_that_is_much_slower_than_the_others_is_named_alone(tmp_path):
     can = healthy_resources(job := Job(parallel="fsdp", ranks=32, steps=40, seed=5))
     can.slowness[:, OF_A_SOCKET] *= 1.1

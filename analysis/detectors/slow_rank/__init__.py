@@ -15,8 +15,9 @@ pipeline those of the same stage. A rank is slow if
 The cost is by how much the longest rank of a step gets shorter without the excess, if those with at least half of it
 were like the rest too: the job would still wait for the next one. The excess is that under those labels (forward,
 backward, a region of yours, …) under which the rank stands out likewise, so that noise elsewhere in the step does not
-hide it; `where` is the one that holds most of it. If the run can be replayed, the report gives the cost as no more than
-the replay says, of several ranks with the others fixed: some of the excess may be hidden behind other waits.
+hide it; `where` is the one that holds most of it. Four ranks or more that are slow alike all the time are one finding.
+If the run can be replayed, the report gives the cost as no more than the replay says, of several ranks with the others
+fixed: some of the excess may be hidden behind other waits.
 
 Nodes are analyzed first, in the same way, by the mean of their ranks: what these have in common is distinguished from
 chance sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they
@@ -42,13 +43,14 @@ that time may be hidden behind work that was queued before.
 
 Where NCCL ran and no profiler, compute time may not show it, and what counts is how long the others waited in the
 collectives that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all
-of its ranks are. The cost is at least the longest such wait of a step, and at most their sum: what the others computed
-was not seen meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is
-what these are longer than the others, within these bounds. If only the sum is above `min_fraction`, that rank gets no
-verdict, and the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a
-pipeline not all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the rank
-and those that share its layers compute as the other replicas do. Of one replica the rank that is late by most is named,
-and those that are late by half as much or more.
+of its ranks are; and several ranks, half of them at most, that wait least by far and for which all others wait. The
+cost is at least the longest such wait of a step, and at most their sum: what the others computed was not seen
+meanwhile. The lower number is reported, the title has both. If it is late in some steps only, the cost is what these
+are longer than the others, within these bounds. If only the sum is above `min_fraction`, that rank gets no verdict, and
+the reason is given. With NCCL's profiler plugin the title says whether its GPU or its host is late. In a pipeline not
+all that others wait makes the step longer: with CUDA events a replay says what it costs, in which the rank and those
+that share its layers compute as the other replicas do. Of one replica the rank that is late by most is named, and those
+that are late by half as much or more.
 
 CUDA events give compute time in phases without communication; there the costlier of the two is reported. Where forward
 and optimizer are longer by one factor (within a quarter), all that the rank computes is taken to be so, and the cost

@@ -32,6 +32,7 @@ from rankscope.errors import NotResolvable
 __all__ = ["Late", "WaitedFor", "guilty_layer", "late_ranks", "paced_ranks", "refuse_hidden", "waits_by_durations"]
 
 _LARGER_PART = 0.5
+_APART = 0.03  # of the step, as what is reported
 _TIMED, _EVEN = ("compute", "optimizer"), 0.25  # parts that CUDA events time; factors this close are one
 
 
@@ -83,20 +84,39 @@ def waits_by_durations(
         return None
     each = _without_stops(each, grid, [(rank,) for rank in grid.ranks], hosts_only=hosts_only)
     tangled = _tangled(collectives, groups, set(grid.ranks))
-    of_ranks: _Judged = (each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))
+    judged: list[_Judged] = [(each, [(rank,) for rank in grid.ranks], [None] * len(grid.ranks))]
     node_of = {} if ranks is None else dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
     node_of = {rank: node for rank, node in node_of.items() if rank in grid.ranks}
     nodes = sorted(set(node_of.values()))
     together = lateness(collectives, grid, node_of, regions) if set(node_of) == set(grid.ranks) else None
-    if len(nodes) < 2 or len(nodes) == len(node_of) or together is None:
-        return WaitedFor(grid, collectives, [of_ranks], tangled)
-    members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
-    of_nodes: _Judged = (_without_stops(together, grid, members, hosts_only=hosts_only), members, [*nodes])
-    return WaitedFor(grid, collectives, [of_nodes, of_ranks], tangled)
+    if 1 < len(nodes) < len(node_of) and together is not None:
+        members = [tuple(rank for rank in grid.ranks if node_of[rank] == node) for node in nodes]
+        judged.insert(0, (_without_stops(together, grid, members, hosts_only=hosts_only), members, [*nodes]))
+    some = _waiting_least(collectives, grid)
+    apart = {rank: rank if rank not in some else min(some) for rank in grid.ranks}
+    of_some = lateness(collectives, grid, apart, regions) if some else None
+    if of_some is not None:
+        members = [some if rank == min(some) else (rank,) for rank in sorted(set(apart.values()))]
+        of_some = _without_stops(of_some, grid, members, hosts_only=hosts_only)
+        judged.append((of_some, members, [None] * len(members)))
+    return WaitedFor(grid, collectives, judged, tangled)
+
+
+def _waiting_least(collectives: pl.DataFrame, grid: StepGrid) -> tuple[int, ...]:
+    """Return the two ranks or more, of half of them at most, that wait clearly less than all others; or none.
+
+    Ranks that are late alike are last in turn: each by itself makes the others wait for no longer than the next one.
+    """
+    rows = collectives.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
+    waits = rows.group_by("rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "rank")
+    gaps = np.diff(waits["wait_ns"].to_numpy())[1 : len(waits) // 2]
+    if not len(gaps) or gaps.max() < _APART * grid.step_ns * len(grid.steps):
+        return ()
+    return tuple(sorted(waits["rank"].to_list()[: int(gaps.argmax()) + 2]))
 
 
 def late_ranks(waited_for: WaitedFor, thresholds: Thresholds) -> list[Late]:
-    """Return the nodes, then the other ranks, that the others wait for again and again."""
+    """Return the nodes, then the other ranks, last several together, that the others wait for time and again."""
     grid = waited_for.grid
     found: list[Late] = []
     for late, members, nodes in waited_for.judged:
@@ -156,7 +176,7 @@ def guilty_layer(late: Late, grid: StepGrid, proxies: pl.DataFrame | None) -> st
     need time for what they take. Host: its senders did not know the address, since it had not called NCCL. Each has to
     explain the larger part of the least that others waited.
     """
-    if proxies is None or late.node is not None:
+    if proxies is None or len(late.ranks) > 1:
         return ""
     rank, least_ns = late.ranks[0], _LARGER_PART * late.cost.ns * len(grid.steps)
     of_call = ["rank", "call"]

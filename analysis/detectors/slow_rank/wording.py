@@ -50,7 +50,6 @@ def advice_on(ranks: tuple[int, ...]) -> Text:
 def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies: pl.DataFrame | None) -> Finding:
     """Return the finding of ranks that come late by NCCL's durations."""
     grid = waited_for.grid
-    who = text("Node {node}", node=late.node) if late.node is not None else text("Rank {rank}", rank=late.ranks[0])
     shown = tuple(np.array(grid.steps)[late.when].tolist())
     layer = guilty_layer(late, grid, proxies)
     pace = paced_ranks(waited_for.collectives, late.ranks)
@@ -62,18 +61,6 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
             "its GPU (clocks, temperature, throttling) and its host with the others.",
             ranks=named("rank", late.ranks),
         )
-        cost = _between(late.cost.ns, late.most_ns)
-        title = text(
-            "{who} is late: {layer} begins {last} of {operations} collectives last, {what}",
-            who=who,
-            layer={"GPU": text("its GPU"), "host": text("its host")}.get(layer, text("it")),
-            last=late.last,
-            operations=late.operations,
-            # In a pipeline not all that others wait makes the step longer.
-            what=text("others wait {cost} per step for it", cost=cost)
-            if pace
-            else text("at a cost of {cost} per step", cost=cost),
-        )
     else:
         place = text("all that it computes")
         advice = text(
@@ -81,16 +68,9 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
             "two hosts: what stays with the rank is its work, what moves with the host is the machine.",
             ranks=named("rank", late.ranks),
         )
-        title = text(
-            "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last",
-            who=who,
-            longer=percent(late.factor - 1),
-            last=late.last,
-            operations=late.operations,
-        )
     return Finding(
         detector="slow_rank",
-        title=title,
+        title=_late_title(late, layer, has_pace=bool(pace)),
         where=place,
         advice=advice,
         ranks=late.ranks,
@@ -100,6 +80,32 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
         gain_why=text("what the others computed while they waited was not recorded"),
         evidence=_typical_step(grid, late.ranks[0], late.excess, late.when, steps, text("that others waited for it")),
         **price(grid, late.cost),
+    )
+
+
+def _late_title(late: Late, layer: str, *, has_pace: bool) -> str:
+    """Return the title; in a pipeline, which `has_pace`, not all that others wait makes the step longer."""
+    who = text("Node {node}", node=late.node) if late.node is not None else named("Rank", late.ranks)
+    count = 1 if late.node is not None else len(late.ranks)
+    said = {"who": who, "last": late.last, "operations": late.operations}
+    if late.factor is not None:
+        return plural(
+            "{who} takes {longer} longer for all that it computes, and begins {last} of {operations} collectives last",
+            "{who} take {longer} longer for all that they compute, and begin {last} of {operations} collectives last",
+            count,
+            longer=percent(late.factor - 1),
+            **said,
+        )
+    cost = _between(late.cost.ns, late.most_ns)
+    of_them = plural("others wait {cost} per step for it", "others wait {cost} per step for them", count, cost=cost)
+    layers = {"GPU": text("its GPU begins"), "host": text("its host begins")}
+    return plural(
+        "{who} is late: {begins} {last} of {operations} collectives last, {what}",
+        "{who} are late: {begins} {last} of {operations} collectives last, {what}",
+        count,
+        begins=layers.get(layer, plural("it begins", "they begin", count)),
+        what=of_them if has_pace else text("at a cost of {cost} per step", cost=cost),
+        **said,
     )
 
 
