@@ -21,7 +21,8 @@ from rankscope.analysis.text.phrases import some_ranges
 
 __all__ = ["longer_steps", "with_part"]
 
-_ALL_THERE = 0.8  # of what a finding costs in the whole run, or of its steps: then it acts in this part only
+_ALL_THERE = 0.8  # of its steps: then a finding acts in this part only
+_LITTLE = 0.5  # of what it costs per step on average: if it costs no more in the others, too
 _LEAST = 0.03  # of the run's mean step: what most checks report
 _OF_ALL = "step_change"
 _CHANGES = (_OF_ALL, "gradual_slowdown")  # compare steps with each other
@@ -45,6 +46,7 @@ def with_part(
     grid = step_grid(breakdown)
     lengths, inside = grid.of(*grid.parts).mean(axis=0), np.isin(grid.steps, steps)
     of_steps, of_time = float(inside.mean()), float(lengths[inside].sum() / lengths.sum())
+    least_there = 1 - _LITTLE * (1 - of_steps)
     found = list(whole)
     is_change = any(one.detector in _CHANGES for one in whole)
     for one in part:
@@ -54,7 +56,7 @@ def with_part(
         at = next((number for number, other in enumerate(found) if _is_same(one, other)), None)
         if at is None:
             found.append(there)
-        elif not found[at].steps and there.lost_ns_per_step >= _ALL_THERE * found[at].lost_ns_per_step:
+        elif not found[at].steps and there.lost_ns_per_step >= least_there * found[at].lost_ns_per_step:
             found[at] = replace(found[at], title=there.title, steps=there.steps, evidence=there.evidence)
     of_some = [one.lost_ns_per_step for one in found if _names_some(one, grid) and _acts_in(one, steps)]
     return [one for one in found if one.detector != _OF_ALL or 2 * max(of_some, default=0) < one.lost_ns_per_step]

@@ -109,10 +109,11 @@ def _waiting_least(collectives: pl.DataFrame, grid: StepGrid) -> tuple[int, ...]
     """
     rows = collectives.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
     waits = rows.group_by("rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "rank")
-    gaps = np.diff(waits["wait_ns"].to_numpy())[1 : len(waits) // 2]
-    if not len(gaps) or gaps.max() < _APART * grid.step_ns * len(grid.steps):
+    gaps = np.diff(waits["wait_ns"].to_numpy())[: len(waits) // 2]
+    count = int(gaps.argmax()) + 1 if len(gaps) else 0
+    if count < 2 or gaps.max() < _APART * grid.step_ns * len(grid.steps):
         return ()
-    return tuple(sorted(waits["rank"].to_list()[: int(gaps.argmax()) + 2]))
+    return tuple(sorted(waits["rank"].to_list()[:count]))
 
 
 def late_ranks(waited_for: WaitedFor, thresholds: Thresholds) -> list[Late]:

@@ -19,7 +19,7 @@ from rankscope.analysis.metrics.step_matrix import (
     lasting_half_widths,
     robust_deviation,
 )
-from rankscope.analysis.metrics.trend import longest_stretch, rank_sum_z
+from rankscope.analysis.metrics.trend import follows_line, longest_stretch, rank_sum_z
 
 __all__ = ["Shown", "Slow", "Steps", "Thresholds", "least_apart", "persistent", "shapes"]
 
@@ -30,6 +30,7 @@ _BURST_Z, _BURST_SHARE = 5, 0.8  # so far out of the noise, and so much of what 
 _DENSEST, _DENSEST_SIGMAS = 0.4, 2 * 0.5244  # share of the steps, and how wide that is where scatter is normal
 _CLEAR_Z = 3.0  # standard deviations of what lasts
 _WHILE = 1.05  # what a step is longer than usual, from which it counts to a stretch of slow ones
+_GROWS = 1.5  # times: the later half of a part against the earlier one
 _FEWEST_INSIDE = 10  # steps, and outside: fewer are bursts
 _LONG = 50  # the same of two ranks, of which either may be what is usual: load on a host lasts, too
 
@@ -122,7 +123,7 @@ def _bursts(grid: StepGrid, excess: Floats, persistence: float, known: Container
 def _for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Shown]:
     """Return the ranks that are above their peers for a part of the run, by far more than their stretches differ.
 
-    Of two ranks only the one that is so for a long part.
+    Of two ranks only the one that is so for a long part. What creeps up is no part.
     """
     found: dict[int, Shown] = {}
     stretches = longest_stretch(grid.step_ns + excess, _WHILE, grid.step_ns)
@@ -132,9 +133,15 @@ def _for_a_while(grid: StepGrid, excess: Floats, min_z: float) -> dict[int, Show
         values, inside = excess[row], stretches[row]
         scatter = np.concatenate([_of_stretches(values[inside]), _of_stretches(values[~inside])]).std()
         enough = np.median(values[inside]) >= max(least_ns, _BURST_Z * scatter)
-        if enough and rank_sum_z(values, inside) >= min_z:
+        if enough and rank_sum_z(values, inside) >= min_z and not _creeps_up(values, inside):
             found[row] = np.where(inside, values, 0.0), inside
     return found
+
+
+def _creeps_up(values: Floats, inside: Steps) -> bool:
+    """Say whether the values grow, through all steps or inside: then they have no level there."""
+    early, late = np.array_split(values[inside], 2)
+    return bool(np.median(late) > _GROWS * np.median(early)) or follows_line(values, inside)
 
 
 def _beyond(
@@ -147,7 +154,8 @@ def _beyond(
     if cost[row] == 0 or cost[row] < _BURST_SHARE * cost.sum():
         return {}
     typical: Steps = burst[row] & (excess[row] > float(np.median(excess[row][burst[row]])) / 2)
-    if typical.sum() < _MIN_BURSTS or (row in known and typical.sum() >= persistence * len(typical)):
+    most = typical.sum() >= persistence * len(typical)
+    if typical.sum() < _MIN_BURSTS or (most and (row in known or _creeps_up(excess[row], typical))):
         return {}
     return {row: (np.where(typical, excess[row], 0.0), typical)}
 
