@@ -5,7 +5,7 @@ or of those at the link, for which the others of a pipeline wait, and the socket
 than 1 / `min_ratio` of the bytes per busy second that they do between others. Among 16 other links or more, which show
 how much links differ by chance, 1 / `min_ratio_of_many` is enough, if that is `min_z` robust standard deviations below
 them: on many nodes most of a transfer is latency. A node is named when all of its links are slow and those among the
-other nodes are not; so are several, the fewest that have all slow links. Otherwise the link between two nodes is. With
+other nodes are not; so are several, no more than have all slow links. Otherwise the link between two nodes is. With
 two nodes there is one link only, and it is named where one of its directions is slow. Links are compared with those
 that carry about as many bytes over as many sockets, which do the same for the job: a socket of a pipeline may share its
 card with seven others, that of a ring has one for itself. If the run can be replayed, the cost is what the replay gains
@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import combinations, islice
 
 import numpy as np
 import polars as pl
@@ -72,7 +71,6 @@ detector = Detector(
 
 _MANY = 16  # links show how much healthy ones differ
 _Slower = Callable[[float, Floats], bool]  # is a rate slower than these others
-_MOST_TRIED = 1000  # sets of nodes of each size
 _ALIKE = 2.0  # times the rate of the slowest: then the job would still wait for it
 _MORE = 2.0  # times as long as the median rank: then the ranks at a link are blocked, and the others wait for them
 _MODEL_ERROR = 0.25  # of the loss: transfer is not bytes alone, so it does not shrink quite as the rate grows
@@ -312,7 +310,7 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
 def _slow_nodes(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
     """Return the nodes of which even the fastest link is slower than those among the others.
 
-    Of several such nodes the fewest that have all of their slow links: a node between two of them has slow links only.
+    Of several such nodes no more than have all of their links: between two with slow cards one has slow links only.
     """
     slow = []
     for node in np.unique(pairs.nodes).tolist():
@@ -321,18 +319,13 @@ def _slow_nodes(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
             slow.append(node)
     if not slow:
         return None
-    all_links = pairs.of(*slow)
-    fewest = next(
-        (
-            nodes
-            for count in range(1, len(slow) + 1)
-            for nodes in islice(combinations(slow, count), _MOST_TRIED)
-            if (pairs.of(*nodes) == all_links).all()
-        ),
-        tuple(slow),
-    )
+    needed = list(slow)
+    for node in slow:
+        others = [other for other in needed if other != node]
+        if others and (pairs.of(*others) == pairs.of(*slow)).all():
+            needed = others
     each = {}
-    for node in fewest:
+    for node in needed:
         rate, own, among_others = pairs.against_others(pairs.of(node))
         each[node] = _Slow((node,), rate, _usual(rate, own, among_others))
     slowest = min(each.values(), key=lambda one: one.rate / one.healthy_rate)

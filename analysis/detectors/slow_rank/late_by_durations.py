@@ -108,7 +108,7 @@ def _waiting_least(collectives: pl.DataFrame, grid: StepGrid) -> tuple[int, ...]
     Ranks that are late alike are last in turn: each by itself makes the others wait for no longer than the next one.
     """
     rows = collectives.filter(pl.col("rank").is_in(grid.ranks), pl.col("step").is_in(grid.steps))
-    waits = rows.group_by("rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "rank")
+    waits = rows.drop_nulls("wait_ns").group_by("rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "rank")
     gaps = np.diff(waits["wait_ns"].to_numpy())[: len(waits) // 2]
     count = int(gaps.argmax()) + 1 if len(gaps) else 0
     if count < 2 or gaps.max() < _APART * grid.step_ns * len(grid.steps):

@@ -99,8 +99,8 @@ def shapes(
 ) -> tuple[dict[int, Shown], dict[int, Shown]]:
     """Return those that exceed their peers in most steps, and those that do for a while, else in bursts."""
     most = persistent(excess, by_label, thresholds.persistence, thresholds.min_z)
-    while_ = _for_a_while(grid, excess, thresholds.min_z)
-    return most, while_ or _bursts(grid, excess, thresholds.persistence, most)
+    at_times = _for_a_while(grid, excess, thresholds.min_z)
+    return most, at_times or _bursts(grid, excess, thresholds.persistence, most)
 
 
 def _bursts(grid: StepGrid, excess: Floats, persistence: float, known: Container[int]) -> dict[int, Shown]:
