@@ -325,7 +325,7 @@ def deviation_of_alike(values: Floats) -> float:
     """
     ordered, half = np.sort(values), len(values) // 2
     shortest = float((ordered[half - 1 :] - ordered[: len(ordered) - half + 1]).min())
-    return min(robust_deviation(values), 2 * shortest / (2 * 0.6745))
+    return min(robust_deviation(values), shortest / 0.6745)
 
 
 def gain_ns(busy: Floats, without: Floats) -> float:

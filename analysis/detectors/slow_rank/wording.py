@@ -40,9 +40,12 @@ def finding_of(grid: StepGrid, slow: Slow, steps: pl.DataFrame) -> Finding:
 
 def advice_on(ranks: tuple[int, ...]) -> Text:
     """Return the advice on these ranks, if it is unknown whether their host or their GPU is slow."""
-    return text(
+    return plural(
         "See what only {ranks} does there. Compare the host with the others: clock speed, "
         "temperature, other processes, CPU pinning.",
+        "See what only {ranks} do there. Compare their hosts with the others: clock speed, "
+        "temperature, other processes, CPU pinning.",
+        len(ranks),
         ranks=named("rank", ranks),
     )
 
@@ -56,9 +59,12 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
     where = {"GPU": text("before collectives, on its GPU"), "host": text("before collectives, on its host")}
     if late.factor is None:
         place = where.get(layer, text("before collectives"))
-        advice = text(
+        advice = plural(
             "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
             "its GPU (clocks, temperature, throttling) and its host with the others.",
+            "See what only {ranks} do before their collectives: rankscope trigger records a few steps of them. Compare "
+            "their GPUs (clocks, temperature, throttling) and their hosts with the others.",
+            len(late.ranks),
             ranks=named("rank", late.ranks),
         )
     else:
