@@ -543,8 +543,17 @@ TABLES: dict[str, Table] = {
                 Column("start_ns", "int64", "ns", "When it was enqueued, on the source's clock.", nullable=True),
                 Column("is_started", "bool", "", "The device has begun it; null: unknown.", nullable=True),
                 Column("peer", "int32", "", "Global rank of its peer; -1: none or unknown.", nullable=True),
+                Column("dtype", "uint8", "", "Position in DTYPES.", nullable=True),
                 Column("size_bytes", "int64", "bytes", "Largest of its tensors.", nullable=True),
                 Column("frame_id", "uint32", "", "The line that called it.", nullable=True),
+                Column(
+                    "quiet_ns",
+                    "int64",
+                    "ns",
+                    "How long before the state was saved the rank last began or ended an operation, by the file's "
+                    "date; null: unknown.",
+                    nullable=True,
+                ),
             ),
         ),
         Table(

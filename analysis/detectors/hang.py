@@ -7,7 +7,8 @@ for no other themselves, are the root cause:
 
 - nothing outstanding: the host does not reach the next operation;
 - held in an operation that others have finished: the device, or its link, does not finish it;
-- all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing.
+- all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing,
+  with the same data type and, where the operation asks for it, as many bytes.
 
 In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps
 are enough where an operation that needs all its ranks ended though one never reached it: it failed. Ranks that wait
@@ -22,10 +23,11 @@ if there is no other.
 **Why it costs time.** Nothing is computed until the watchdog ends the job, and a restart costs the work since the last
 checkpoint. There is no cost per step; `lost_fraction` is 1.
 
-**False positives.** A flight recorder's dump of a job that runs looks like a very short hang: take it when the job
-hangs. Where a rank died first the others wait for it, and that is `rank_failure`. A state that was saved but cannot be
-read says nothing: no rank is named for it. A rank that left no state is named only where nothing else explains the
-hang, and then at the level likely, with severity medium.
+**False positives.** A flight recorder's dump of a job that runs looks like a very short hang. By the date of its file
+it is recognized: where a rank began or ended an operation in the 10 s before, only a desync is reported. A copy without
+the date is not. Where a rank died first the others wait for it, and that is `rank_failure`. A state that was saved but
+cannot be read says nothing: no rank is named for it. A rank that left no state is named only where nothing else
+explains the hang, and then at the level likely, with severity medium.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
 errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
@@ -38,7 +40,8 @@ across groups spares the healthy neighbours. NCCL user guide, "RAS".
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -47,6 +50,7 @@ from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import NO_PEER, P2P_OPS
@@ -60,6 +64,14 @@ detector = Detector(
 )
 
 _SILENT_ADVICE = text("See whether the process is stopped or has ended, and whether its node can be reached.")
+_ALIVE_NS = 10_000_000_000  # a job of which an operation began or ended this short before its state was saved
+_AS_LARGE = frozenset(  # operations that need as many bytes on all ranks
+    (
+        *("allreduce", "allreduce_coalesced", "broadcast", "reduce"),
+        *("allgather", "allgather_base", "allgather_into_tensor_coalesced"),
+        *("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    )
+)
 _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}
 
 
@@ -87,7 +99,8 @@ class _Held:
     seq: int
     op: str
     peer: int
-    size_bytes: int
+    dtype: str | None
+    size_bytes: int | None
     start_ns: int
     started: bool | None
 
@@ -108,6 +121,7 @@ class _State:
     held: Mapping[int, _Held]
     counts: Mapping[int, Mapping[int, _Count]]  # rank, group
     unread: frozenset[tuple[int, int]]  # rank, group: saved, but damaged
+    quiet_ns: int | None  # how long before its state was saved the rank that was busy last began or ended an operation
 
     def is_known(self, rank: int, group_id: int) -> bool:
         return rank in self.counts and (rank, group_id) not in self.unread
@@ -156,6 +170,18 @@ def _explained(state: _State) -> list[Finding]:
     Raises `NotResolvable` where an unreadable state may be the explanation.
     """
     waits = {rank: _waits_for(state, rank) for rank in state.held}
+    if state.quiet_ns is not None and state.quiet_ns < _ALIVE_NS:
+        apart = [found for ranks in _in_one_operation(state, state.held) if (found := _apart(state, waits, ranks))]
+        if apart:
+            return apart
+        raise NotResolvable(
+            text(
+                "the job ran when its state was saved, {quiet} after its last operation: save it when nothing has "
+                "happened for a minute",
+                quiet=duration(state.quiet_ns),
+            ),
+            unclear=True,
+        )
     unsure = {rank: unknown for rank in state.held if (unknown := _may_wait_for(state, rank, waits[rank]))}
     findings = [*_circles(state, waits), *_root_causes(state, waits, unsure.keys())]
     if findings or not unsure:
@@ -201,10 +227,13 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
             mine[group.id] = _Count(enqueued, completed)
         if row["seq"] is None:
             continue
-        here = _Held(group, row["seq"], row["op"], row["peer"], row["size_bytes"], row["start_ns"], row["is_started"])
+        of_it = (row[column] for column in ("seq", "op", "peer", "dtype", "size_bytes", "start_ns", "is_started"))
+        here = _Held(group, *of_it)
         if row["rank"] not in held or here.start_ns < held[row["rank"]].start_ns:
             held[row["rank"]] = here
-    return _State({group_id: group.members for group_id, group in known.items()}, held, counts, frozenset(unread))
+    members = {group_id: group.members for group_id, group in known.items()}
+    quiet_ns = min(progress["quiet_ns"].drop_nulls(), default=None)
+    return _State(members, held, counts, frozenset(unread), quiet_ns)
 
 
 def _waits_for(state: _State, rank: int) -> frozenset[int]:
@@ -266,20 +295,11 @@ def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Con
     free = sorted({rank for rank, others in waits.items() if not others} | {r for r in awaited if r not in waits})
     absent = [rank for rank in free if rank not in state.counts]
     idle = [rank for rank in free if rank in state.counts and rank not in state.held]
-    stuck: dict[tuple[int, int], list[int]] = {}
-    for rank in free:
-        if rank in state.held:
-            held = state.held[rank]
-            stuck.setdefault((held.group.id, held.seq) if held.op not in P2P_OPS else (rank, held.seq), []).append(rank)
+    stuck = _in_one_operation(state, [rank for rank in free if rank in state.held])
     findings = []
     if absent:
-        title = plural(
-            "{subject} left no state, and the others wait for it",
-            "{subject} left no state, and the others wait for them",
-            len(absent),
-            subject=_subject(absent),
-        )
-        advice = text("Find out whether the process still lives.")
+        title = text("{subject} left no state", subject=_subject(absent))
+        advice = text("Find out whether the process still lives; if its state was saved, give that file too.")
         findings.append(replace(_finding(state, waits, absent, title, advice), severity="medium", confidence="likely"))
     if idle:
         awaited_in = _most_awaited(state, waits, idle)
@@ -294,7 +314,7 @@ def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Con
             "Look at the host's stacks of {idle}: nothing is outstanding on the device.", idle=named("rank", idle)
         )
         findings.append(_finding(state, waits, idle, title, advice))
-    alone = [rank for ranks in stuck.values() for rank in ranks if _others_finished(state, rank)]
+    alone = [rank for ranks in stuck for rank in ranks if _others_finished(state, rank)]
     if alone:
         where = state.held[alone[0]]
         title = plural(
@@ -309,7 +329,7 @@ def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Con
             alone=named("rank", alone),
         )
         findings.append(_finding(state, waits, alone, title, advice))
-    for ranks in stuck.values():
+    for ranks in stuck:
         together = [rank for rank in ranks if rank not in alone]
         if any(rank in unsure for rank in together):
             continue
@@ -318,27 +338,65 @@ def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Con
     return findings
 
 
+def _in_one_operation(state: _State, ranks: Iterable[int]) -> list[list[int]]:
+    """Return the ranks that are held in the same operation together; those of a transfer are alone."""
+    together: dict[tuple[int, int], list[int]] = {}
+    for rank in ranks:
+        held = state.held[rank]
+        place = (rank, held.seq) if held.op in P2P_OPS else (held.group.id, held.seq)
+        together.setdefault(place, []).append(rank)
+    return list(together.values())
+
+
 def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> Finding:
     """Ranks that are in the same operation, which none of them finishes."""
+    apart = _apart(state, waits, ranks)
+    if apart is not None:
+        return apart
     held = state.held[ranks[0]]
-    kinds = {rank: state.held[rank].op for rank in ranks}
-    if len(set(kinds.values())) > 1:
-        rarest = min(set(kinds.values()), key=lambda op: (list(kinds.values()).count(op), op))
-        odd = [rank for rank in ranks if kinds[rank] == rarest]
-        usual = next(op for op in kinds.values() if op != rarest)
+    title = text("All of {ranks} are in {held}, and none finishes", ranks=named("rank", ranks), held=held)
+    advice = text("Check the links and devices between these ranks: the operation was started everywhere.")
+    return _finding(state, waits, ranks, title, advice)
+
+
+def _apart(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> Finding | None:
+    """Ranks that do something else in the same operation than most others do; of two alike nothing says which."""
+    for said in (_op_of, _dtype_of, _size_of):
+        by_rank = {rank: said(state.held[rank]) for rank in ranks}
+        count = Counter(by_rank.values())
+        if None in count or len(count) == 1:
+            continue
+        usual, most = count.most_common(1)[0]
+        odd = [rank for rank in ranks if by_rank[rank] != usual]
+        advice = text("Look for a branch that depends on the rank, its data or its batch size.")
+        if most <= len(odd):
+            each = joined(", ", (text("rank {rank}: {does}", rank=rank, does=by_rank[rank]) for rank in ranks[:4]))
+            title = text("{subject} do not do the same in one operation: desynchronized", subject=_subject(ranks))
+            return _finding(state, waits, ranks, title, joined(" ", (each + ".", advice)))
         title = plural(
             "{subject} does {rarest} where the others do {usual}: desynchronized",
             "{subject} do {rarest} where the others do {usual}: desynchronized",
             len(odd),
             subject=_subject(odd),
-            rarest=rarest,
+            rarest=by_rank[odd[0]],
             usual=usual,
         )
-        advice = text("Look for a branch that depends on the rank, its data or its batch size.")
         return _finding(state, waits, odd, title, advice)
-    title = text("All of {ranks} are in {held}, and none finishes", ranks=named("rank", ranks), held=held)
-    advice = text("Check the links and devices between these ranks: the operation was started everywhere.")
-    return _finding(state, waits, ranks, title, advice)
+    return None
+
+
+def _op_of(held: _Held) -> str:
+    return held.op
+
+
+def _dtype_of(held: _Held) -> str | None:
+    known = held.dtype is not None and held.dtype != "unknown" and held.op in _AS_LARGE
+    return text("{op} of {dtype}", op=held.op, dtype=held.dtype) if known else None
+
+
+def _size_of(held: _Held) -> str | None:
+    known = held.size_bytes and held.op in _AS_LARGE
+    return text("{op} of {size} bytes", op=held.op, size=f"{held.size_bytes:,}") if known else None
 
 
 def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:

@@ -304,7 +304,8 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
     steps = seen.steps
     why = next((check.why for check in not_checked if check.detector == "slow_rank"), not_checked[0].why)
     if not steps.count:
-        why = text("no step was seen")
+        hang = (check.why for check in not_checked if check.detector == "hang" and check.unclear)
+        why = next(hang, text("no step was seen"))
     if steps.warmup and not steps.count:
         why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
     place = None if steps.count else seen.code.most()
@@ -330,8 +331,8 @@ def _headline(findings: Sequence[Finding], seen: Seen) -> str:
     if first.ranks and waiting and spec_of(first.detector).waited_for and first.chance is None:
         said.append(
             plural(
-                " and {waiting} waits for {whom}",
-                " and {waiting} wait for {whom}",
+                "; {waiting} waits for {whom}",
+                "; {waiting} wait for {whom}",
                 waiting,
                 waiting=counted(waiting, "rank"),
                 whom=plural("it", "them", len(first.ranks)),

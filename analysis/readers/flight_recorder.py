@@ -37,6 +37,7 @@ _RANK_IN_NAME = re.compile(r"(\d+)(?:\.(?:pkl|pickle|json|bin|dump))?$")
 _LIST = re.compile(r"\s*\[[\s\d,]*\]\s*")
 _NUMBER = re.compile(r"\d{1,18}")
 _DIGITS = 7  # of a rank
+_A_DAY_NS = 86_400 * 10**9
 _DIRECTION = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 _BROKEN = (
     pickle.UnpicklingError,
@@ -154,6 +155,7 @@ class _Dump:
     status: Mapping[Group, _Counters]
     entries: tuple[_Entry, ...]
     skipped: int
+    quiet_ns: int | None
 
 
 class _NoClasses(pickle.Unpickler):
@@ -281,10 +283,20 @@ def _read(path: Path) -> _Dump:
         entries.append(entry)
         pg_ids[int(raw.get("pg_id", -1))] = entry.group
     status = _status(loaded.get("pg_status") or {}, groups, pg_ids)
-    dump = _Dump(path, rank, groups, status, tuple(reversed(entries)), skipped)
+    dump = _Dump(path, rank, groups, status, tuple(reversed(entries)), skipped, _quiet_ns(path, entries))
     if not all(fits("progress", row) for row in _progress_rows(dump)):
         raise OverflowError
     return dump
+
+
+def _quiet_ns(path: Path, entries: Sequence[_Entry]) -> int | None:
+    """Return how long before the file was written the last operation began or ended.
+
+    None where the file's date is that of a copy, a day later or more, or of a clock that does not agree.
+    """
+    latest_ns = max((max(entry.start_ns, entry.end_ns or 0) for entry in entries), default=0)
+    quiet_ns = path.stat().st_mtime_ns - latest_ns
+    return quiet_ns if 0 <= quiet_ns < _A_DAY_NS else None
 
 
 def _part_of(raw: Mapping[str, Any]) -> tuple[str, int, int]:
@@ -466,6 +478,7 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
         open_entries = [e for e in mine if e.pending and e.seq > ended]
         pending = min(open_entries, key=lambda e: (e.start_ns, e.number), default=None)
         row: dict[str, Any] = {"rank": dump.rank, "group_id": group.id, "is_p2p": bool(p2p) and len(p2p) == len(mine)}
+        row["quiet_ns"] = dump.quiet_ns
         if group in dump.status:
             counters = dump.status[group]
             row |= {"enqueued": counters.enqueued, "started": counters.started, "completed": counters.completed}
@@ -483,6 +496,7 @@ def _progress_rows(dump: _Dump) -> Iterator[dict[str, Any]]:
                 "start_ns": pending.start_ns,
                 "is_started": pending.started,
                 "peer": pending.peer,
+                "dtype": pending.dtype,
                 "size_bytes": pending.size_bytes,
                 "frame": pending.frame,
             }

@@ -10,7 +10,7 @@ from rankscope.collectors.schema import P2P_OPS, STILL_NS, STILL_STEPS
 
 __all__ = ["given_up", "last_begun_ns", "last_progress"]
 
-_NOT_RECORDED = ("started", "is_started", "frame")  # only PyTorch's flight recorder has them
+_NOT_RECORDED = ("started", "is_started", "dtype", "frame", "quiet_ns")  # only PyTorch's flight recorder has them
 _FAILED_NS = 1_000_000_000  # instead of STILL_NS, where an operation is known to have failed
 
 

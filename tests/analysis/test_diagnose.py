@@ -28,7 +28,7 @@ from support.by_hand import MS, STEPS, not_checked, run
 def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
     """20 % of 2 ranks at 30 an hour is 12 of 60; 10 steps of 30 ms on 2 ranks are 600 ms, at 30 an hour 0.005."""
     priced = diagnose(run({0: 40, 1: 70}), ReportOptions(price=30.0))
-    assert priced.verdict.endswith("and 1 rank waits for it; it costs 12 of 60 an hour.")
+    assert priced.verdict.endswith("; 1 rank waits for it; it costs 12 of 60 an hour.")
     assert phrases.cost(priced, priced.findings[0]) == (
         "30.0 ± 0 ms per step (20.0 %), 300 ms in total: 0.000167 rank-hours; in money 12 of 60 an hour; "
         "0.005 in the analyzed steps"
@@ -38,15 +38,15 @@ def test_a_finding_costs_hours_of_ranks_and_with_a_price_money():
     assert costs == pytest.approx([0.4, 0.6 / 3600, 12, 0.005])
     on_gpus = diagnose(run({0: 40, 1: 70}, device="NVIDIA H100"))
     assert phrases.cost(on_gpus, on_gpus.findings[0]).endswith("300 ms in total: 0.000167 GPU-hours")
-    assert on_gpus.verdict.endswith("and 1 rank waits for it.")
+    assert on_gpus.verdict.endswith("; 1 rank waits for it.")
 
 
 def test_slow_rank_of_a_run_is_the_verdict():
     """Rank 1's backward takes 30 ms longer than rank 0's 40: steps of 150 ms, of which it costs 30."""
     report = diagnose(run({0: 40, 1: 70}))
     assert report.verdict == (
-        "Rank 1 is slow: it computes 30.0 ms longer per step than its peers (20.0 % of the 150 ms step) "
-        "and 1 rank waits for it."
+        "Rank 1 is slow: it computes 30.0 ms longer per step than its peers (20.0 % of the 150 ms step); "
+        "1 rank waits for it."
     )
     (finding,) = report.findings
     assert (finding.detector, finding.ranks, finding.where) == ("slow_rank", (1,), "backward")
@@ -104,7 +104,7 @@ def test_a_collection_behind_another_ranks_work_costs_nothing_and_is_no_finding(
     assert [(f.detector, f.lost_ns_per_step) for f in alone.findings] == [("gc_stall", 6 * MS)]
     assert alone.verdict == (
         "Likely: Garbage collection stops rank 1 for 30.0 ms in 2 of 10 steps (it costs 6.00 ms, 4.8 % of the 126 ms "
-        "step) and 1 rank waits for it; unexplained: exposed communication takes 7.9 % of the step."
+        "step); 1 rank waits for it; unexplained: exposed communication takes 7.9 % of the step."
     )
     hidden = diagnose(run({0: every_fifth, 1: every_fifth}, collections=collects))
     assert hidden.findings == ()

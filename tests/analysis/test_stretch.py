@@ -90,7 +90,7 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_analyzed_and_the_others_s
     assert timeline.steps["step"].min() in range(87, 93)
     assert timeline.steps["step"].max() == 119
     first = timeline.steps["step"].min()
-    said = f" and 15 ranks wait for it; this is of steps {first}-119 of 120. Steps 0-59 took 31.6 % less than these: "
+    said = f"; 15 ranks wait for it; this is of steps {first}-119 of 120. Steps 0-59 took 31.6 % less than these: "
     assert said in report.verdict
     assert (report.history.count, report.history.rank, len(report.history.spans)) == (120, 0, 60)
     fast, slow = (f(span.median_ns for span in report.history.spans) for f in (min, max))

@@ -204,6 +204,23 @@ def test_a_kernel_without_words_takes_those_of_the_operator_that_launched_it(tmp
     assert rows(trace, "groups", "name") == [("3",)]
 
 
+@pytest.mark.parametrize("name", ["of the job", "in the group"])
+def test_a_peer_is_named_by_its_rank_in_the_job_or_by_its_place_in_the_group(tmp_path, name):
+    """Stages of a pipeline, ranks 1 and 3: place 0 and 1 of their group. Rank 1 sends, and rank 3 sends back."""
+    for place, rank in enumerate((1, 3)):
+        peer = 1 - place if name == "in the group" else 4 - rank
+        events = []
+        for number in range(4):
+            at, is_sender = 1_000 * (number + 1), number % 2 == place
+            op, end = ("send", {"Dst Rank": peer}) if is_sender else ("recv", {"Src Rank": peer})
+            args = meta(op, ranks="[1, 3]", **end)
+            events += [launch(at, 5, number), kernel("ncclDevKernel_SendRecv", at + 10, 90, number, **args)]
+        write(tmp_path / f"rank{rank}.json", events)
+    timeline = build_timeline(Trace.open(tmp_path))
+    assert set(timeline.collectives.select("rank", "peer").rows()) == {(1, 3), (3, 1)}
+    assert timeline.collectives["instance_id"].n_unique() == 4
+
+
 def test_a_batch_of_sends_and_receives_is_what_was_called_before_its_kernel_was_launched(tmp_path):
     """Rank 0 sends 1000 elements to rank 1 and receives 500 in the same kernel, which is launched after both calls;
     rank 1's calls are not in its file the first time."""

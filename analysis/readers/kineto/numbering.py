@@ -12,7 +12,8 @@ from rankscope.analysis.readers import collective_numbering
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.kineto.capture import Calls, Capture, Ints
 from rankscope.analysis.readers.kineto.ranks import all_ranks
-from rankscope.collectors.schema import ALL_TO_ALL_OPS, P2P_OPS
+from rankscope.collectors.rank_ranges import members_of
+from rankscope.collectors.schema import ALL_TO_ALL_OPS, NO_PEER, P2P_OPS
 
 __all__ = ["number_collectives"]
 
@@ -21,6 +22,7 @@ _UNKNOWN_GROUP = ""
 
 def number_collectives(ranks: Mapping[int, Capture], *, one_clock: bool) -> None:
     """Give each row its `seq` where the file does not: the sequences of all ranks are aligned."""
+    _make_peers_global(ranks)
     everyone = all_ranks(ranks)
     collectives = {rank: capture.calls for rank, capture in ranks.items()}
     by_group: dict[str, dict[int, Ints]] = {}
@@ -55,6 +57,21 @@ def number_collectives(ranks: Mapping[int, Capture], *, one_clock: bool) -> None
             }
         for rank, of_rank in numbers.items():
             collectives[rank]["seq"][rows[rank]] = of_rank
+
+
+def _make_peers_global(ranks: Mapping[int, Capture]) -> None:
+    """Peers are ranks of the job; where some cannot be, all are taken as places in their groups."""
+    found = []
+    for rank, capture in ranks.items():
+        groups = {name: members_of(text) for name, text in capture.groups.members.items() if text}
+        for i, (peer, name) in enumerate(zip(capture.calls["peer"], capture.calls["group"], strict=True)):
+            if peer >= 0 and name in groups:
+                found.append((capture.calls["peer"], i, rank, groups[name]))
+    if all(peers[i] in members and peers[i] != rank for peers, i, rank, members in found):
+        return
+    for peers, i, rank, members in found:
+        place = peers[i]
+        peers[i] = members[place] if place < len(members) and members[place] != rank else NO_PEER
 
 
 def _number_transfers(collectives: Mapping[int, Calls], rows: Mapping[int, Ints], *, one_clock: bool) -> None:
