@@ -16,10 +16,11 @@ of a step, and what passes on each rank since all ended the last one of the step
 until then: that stands for backward, and all of backward is taken to be as uneven. It needs data parallelism over all
 ranks, no communication in forward, and NCCL's durations.
 
-Of a profiler's capture of two to four steps the sample is a piece of a step: its kernels in their order, in up to 16
-pieces. By how much a rank computes longer than its peers is the median over pieces. The work is uneven if that changes
-from step to step by 3 standard errors, if not the same rank is the longest in all steps, and if no more than
-`persistence` of the loss goes away with the least factor by which each rank is longer in all steps.
+Of a profiler's capture of two to four steps, and of one that does not name forward, the sample is a piece of a step:
+its kernels in their order, in up to 16 pieces. By how much a rank computes longer than its peers is the median over
+pieces. The work is uneven if that changes from step to step by 3 standard errors, if not the same rank is the longest
+in all steps, and if no more than `persistence` of the loss goes away with the least factor by which each rank is longer
+in all steps.
 
 Of a table of pipeline operations the sample is a microbatch: by how much it is longer on all stages alike (median over
 them) than the others of its step. Its cost is what the steps take longer in the replay than with equal microbatches and

@@ -23,6 +23,7 @@ from rankscope.analysis.timeline.parallelism import may_be_stages, roles_of
 
 __all__ = ["blamed_by_replay"]
 
+_MOST_STEPS = 2 * ENOUGH_STEPS  # with more, steps show by themselves what is not chance
 _LEAST = 0.03  # share of the step that it must bring, as of a slow rank otherwise
 _STANDS_OUT = 1.5  # times what any other rank would bring
 
@@ -32,7 +33,7 @@ def blamed_by_replay(
 ) -> Finding | None:
     """Return the finding of the rank whose fix brings most, as likely; None where there is none, or one is known."""
     grid = step_grid(tables["breakdown"])
-    if not 1 < len(grid.steps) < ENOUGH_STEPS or any(_explains_waits(finding) for finding in findings):
+    if not 1 < len(grid.steps) < _MOST_STEPS or any(_explains_waits(finding) for finding in findings):
         return None
     if may_be_stages(tables["collectives"], grid.step_ns * len(grid.steps)):
         return None

@@ -99,8 +99,9 @@ def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Ca
         return None
     if name == "stage_imbalance" and not has["ops"] and _has_stages(tables):
         return STAGES
-    is_few = FEW_STEPS <= len(step_grid(tables["breakdown"]).steps) < ENOUGH_STEPS
-    return UNEVEN if name == "load_imbalance" and is_few else None
+    steps = len(step_grid(tables["breakdown"]).steps)
+    is_named = steps >= ENOUGH_STEPS and bool((tables["phases"]["label"] == "forward").any())
+    return UNEVEN if name == "load_imbalance" and steps >= FEW_STEPS and not is_named else None
 
 
 def _has_stages(tables: Tables) -> bool:

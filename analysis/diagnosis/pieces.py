@@ -1,6 +1,7 @@
 """Checks of a profiler's capture, from what its devices compute in pieces of equally many kernels.
 
-**Uneven work** in two to four steps: what changes from step to step of how much longer a rank computes than its peers.
+**Uneven work** in two to four steps, or where forward is not named: what changes from step to step of how much longer a
+rank computes than its peers.
 
 **Long stages** of a pipeline: a capture has their kernels, and does not say which microbatch is whose. What a stage
 computes in a step is compared with the mean of the other stages. In a pipeline that is full a step takes as long as its

@@ -38,7 +38,7 @@ _WIDE = 0.9  # half width over cost, from which a small cost may be chance
 _ALIKE = 0.5  # of the first one's charge: ranks with as much may be late with it
 _AS_LATE = 0.5  # of what the others wait for several ranks: what one of these waits for the rest of them at most
 _SHOWS = 1 / 3  # of the mean step's cost: so much, or `_LEAST`, it costs in a step that shows it
-_STALL = 0.5  # of a rank's charge: with so much in one operation it stalled once
+_STALL = 0.5  # of what a rank waits: with so much in one operation that one stalled once, or its device idled so long
 _DRAWS, _RESAMPLED = 4_000, 400
 _MOST_CELLS = 2_000_000  # operations times ranks that are permuted at once
 _CANDIDATES = 16  # ranks whose charges are followed back: each takes a pass over all waits
@@ -224,7 +224,9 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
     shows = per_step >= min(_SHOWS * cost.ns, _LEAST * grid.step_ns)
     nearly_all = shows.sum() >= steps - steps // 4
     few = int(any_waited.sum()) < _FEWEST  # of a single operation one rank is always the last
-    is_stall = mine.max(initial=0.0) >= _STALL * mine.sum()
+    at_once = np.median(of_others.max(axis=0, initial=0.0) / np.maximum(of_others.sum(axis=0), 1.0))
+    idled = np.minimum(_idle_beyond(grid, rows), per_step).sum()
+    is_stall = max(at_once, idled / max(per_step.sum(), 1.0)) >= _STALL
     # Late in many operations, of some steps: it may have more data.
     is_data = chance <= MOST_CHANCE and not nearly_all and not is_stall
     if few or is_data or not ((chance <= MOST_CHANCE and recurs) or _is_far(charged, rows, waited)):
@@ -239,6 +241,12 @@ def _judged(charged: Charged, rows: tuple[int, ...], peers: Sequence[tuple[int, 
         charged=int((mine > 0.5 * each.sum(axis=1)).sum()),
         operations=int(any_waited.sum()),
     )
+
+
+def _idle_beyond(grid: StepGrid, rows: tuple[int, ...]) -> Floats:
+    """Return how long the devices of these rows idled for their hosts beyond what is usual, ns of each step."""
+    idle = grid.of("host")
+    return np.asarray(np.maximum(idle[list(rows)].mean(axis=0) - np.median(idle, axis=0), 0.0))
 
 
 def _is_far(charged: Charged, rows: tuple[int, ...], waited: Floats) -> bool:

@@ -182,7 +182,8 @@ PREDICTED = PredictedFix(fix="rank:0", step_ns=90, gain_ns=10, gain_fraction=0.1
         (replace(PREDICTED, fix="rank:1", gain_ns=6), 3, True),
         (replace(PREDICTED, fix="rank:1", gain_ns=8), 3, False),  # two ranks bring about as much
         (replace(PREDICTED, fix="host", gain_ns=30), 3, True),
-        (None, 5, False),  # enough steps to compare them with each other
+        (None, 9, True),
+        (None, 10, False),  # enough steps to compare them with each other
     ],
 )
 def test_a_rank_is_named_by_the_replay_if_no_other_brings_as_much(other, steps, blamed):

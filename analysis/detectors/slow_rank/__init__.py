@@ -24,22 +24,22 @@ chance sooner than what one of them has. A node is slow if all of its ranks take
 are then analyzed without what their node takes longer.
 
 Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
-second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, but for those of pipelines,
-are analyzed by single operations: what each collective blocked the ranks for is charged to the rank that came last,
-or to the one for which that had waited. Where not all ranks of a group were recorded, it is charged to the last of
-those that were, less what held that one up in its step in communication that may have been waiting for others. A
-rank, a node, or two or three ranks together are late if all that is charged to them is more than the largest charge
-of any rank in 99.5 % of 4,000 permutations of ranks within operations, in the earlier half of the operations and in
-the later; if nearly each step has 2 % of a step or a third of the mean charge; and if each other rank waits 2 % of
-the step for them, and half of them 5 %. Where each other rank waits 5 % of all steps for one rank, half of them 10 %,
-and for no other rank two thirds as much, few operations are enough, be it a stall in one, whose step the title names:
-such a finding is likely, not confirmed. A rank that is late in many operations, but of some steps only, may have more
-data there, and is not named. Where operations do not show for which rank the others wait, a replay of two to four
-steps may: if these are 3 % shorter or more, clear of their scatter, with one rank as fast as its peers, and by two
-thirds as much with no other rank, that rank is named, as likely. No common clock is needed. The cost is what that
-rank waits for them that waits least. `where` is the region in which its device, compared with the others', idled or
-worked longest, and every region that takes its host at least half of the loss longer than the others in each step:
-that time may be hidden behind work that was queued before.
+second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, and longer ones whose steps
+show no slow rank, are analyzed by single operations, but for those of pipelines: what each collective blocked the ranks
+for is charged to the rank that came last, or to the one for which that had waited. Where not all ranks of a group were
+recorded, it is charged to the last of those that were, less what held that one up in its step in communication that may
+have been waiting for others. A rank, a node, or two or three ranks together are late if all that is charged to them is
+more than the largest charge of any rank in 99.5 % of 4,000 permutations of ranks within operations, in the earlier half
+of the operations and in the later; if nearly each step has 2 % of a step or a third of the mean charge; and if each
+other rank waits 2 % of the step for them, and half of them 5 %. Where each other rank waits 5 % of all steps for one
+rank, half of them 10 %, and for no other rank two thirds as much, few operations are enough, be it a stall in one,
+whose step the title names: such a finding is likely, not confirmed. A rank that is late in many operations, but of some
+steps only, may have more data there, and is not named, unless its device idles for its host so long. Where operations
+do not show for which rank the others wait, a replay of two to nine steps may: if these are 3 % shorter or more, clear
+of their scatter, with one rank as fast as its peers, and by two thirds as much with no other rank, that rank is named,
+as likely. No common clock is needed. The cost is what that rank waits for them that waits least. `where` is the region
+in which its device, compared with the others', idled or worked longest, and every region that takes its host at least
+half of the loss longer than the others in each step: that time may be hidden behind work that was queued before.
 
 Where NCCL ran and no profiler, compute time may not show it, and what counts is how long the others waited in the
 collectives that a rank began last, as NCCL's durations have it. A rank is late if this recurs as above; a node, if all

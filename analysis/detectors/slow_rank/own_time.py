@@ -94,7 +94,8 @@ def by_own_time(
     thresholds: Thresholds,
 ) -> list[Finding]:
     """Return findings of the ranks and nodes whose own time is longer; in few steps of those that come late."""
-    grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
+    grid, role, seen, on_devices = _seen(breakdown, collectives, regions, groups)
+    few = on_devices and len(grid.steps) < ENOUGH_STEPS
     peers = _Peers(grid.own, grid.maybe_blocked, own_by_label(phases, grid), role)
     least_ns = thresholds.min_fraction * grid.step_ns
     slow_nodes: list[Slow] = []
@@ -105,14 +106,14 @@ def by_own_time(
     by_label = peers.excess_by_label
     if seen is not None:
         slow = [no_more_than_late(s, seen.margin) for s in slow]
-    if few:
+    slow = [s for s in (*slow_nodes, *slow) if s.lost.clear and s.lost.ns >= least_ns]
+    if few or (on_devices and not slow):
         assert collectives is not None
         hosts_keep_up = grid.of("host").mean() < _HOSTS_IDLE * grid.step_ns
         made = charged_operations(phases, collectives, grid, ranks)
         slow = latecomer(*made, by_label, nodes_by_rank(ranks), any_several=hosts_keep_up)
     if few or seen is not None:
-        slow = [replace(s, where=places_of(s, grid, role, regions)) for s in slow]
-    slow = [s for s in (*slow_nodes, *slow) if s.chance is not None or (s.lost.clear and s.lost.ns >= least_ns)]
+        slow = [s if s.nodes else replace(s, where=places_of(s, grid, role, regions)) for s in slow]
     slow = _together(slow)
     return [finding_of(grid, s, steps) for s in sorted(slow, key=lambda s: -s.lost.ns)]
 
@@ -126,7 +127,7 @@ def resolution_of_own_time(
     min_z: float,
 ) -> int:
     """Return the smallest excess of own time that would have been reported of any rank."""
-    grid, role, seen, few = _seen(breakdown, collectives, regions, groups)
+    grid, role, seen, on_devices = _seen(breakdown, collectives, regions, groups)
     alone = sorted({*breakdown["rank"].unique()} - {*grid.ranks})
     if alone:
         raise NotResolvable(
@@ -137,12 +138,14 @@ def resolution_of_own_time(
         raise NotResolvable(
             text("in {share} of the step CUDA events do not show whether ranks compute or wait", share=percent(mixed))
         )
-    if few and seen is not None:
-        least_ns = float(seen.margin.mean(axis=1).max())
-    elif few:  # all others wait for a straggler
-        least_ns = float(np.sort(grid.of("wait").mean(axis=1))[1])
-    else:
-        least_ns = float(least_apart(above_peers(grid.own, role), min_z)[1].max())
+    least = []
+    if on_devices and seen is not None:
+        least.append(float(seen.margin.mean(axis=1).max()))
+    elif on_devices:  # all others wait for a straggler
+        least.append(float(np.sort(grid.of("wait").mean(axis=1))[1]))
+    if not on_devices or len(grid.steps) >= ENOUGH_STEPS:
+        least.append(float(least_apart(above_peers(grid.own, role), min_z)[1].max()))
+    least_ns = min(least)
     return visible(grid, max(min_fraction * grid.step_ns, least_ns))
 
 
@@ -162,8 +165,8 @@ def _seen(
 
     Arrivals by one clock.
 
-    One step will do where operations were seen on the devices. Last: whether there are so few steps that these are
-    the sample.
+    One step will do where operations were seen on the devices. Last: whether they were, so that these can be the
+    sample.
     """
     grid = peers_grid(breakdown, 1)
     role = roles_of(grid.ranks, groups, regions, collectives)
@@ -175,7 +178,7 @@ def _seen(
     seen = arrivals(collectives, grid.only(has_peers)) if collectives is not None else None
     on_devices = collectives is not None and bool(collectives["device_start_ns"].count())
     grid = grid if on_devices else peers_grid(breakdown, FEW_STEPS)
-    return grid.only(has_peers), role[has_peers], seen, on_devices and len(grid.steps) < ENOUGH_STEPS
+    return grid.only(has_peers), role[has_peers], seen, on_devices
 
 
 def _slow_nodes(
