@@ -132,8 +132,8 @@ _ADVICE = {
 def detect(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
-    regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     kernels: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
     slow_link: list[Finding] | NotChecked | None = None,
@@ -149,7 +149,7 @@ def detect(
     unresolved: NotResolvable | None = None
     try:
         least = (min_fraction, min_fraction_unhidden)
-        findings += _of_gradients(_spans(breakdown, phases, regions, collectives, kernels), least, max_buckets)
+        findings += _of_gradients(_spans(breakdown, phases, collectives, regions, kernels), least, max_buckets)
     except NotResolvable as reason:
         unresolved = reason
     if groups is not None:
@@ -366,8 +366,8 @@ def _limit(one: _Operations, behind: str) -> Text:
 def resolution_ns(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
-    regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     kernels: pl.DataFrame | None = None,
     groups: pl.DataFrame | None = None,
     *,
@@ -377,7 +377,7 @@ def resolution_ns(
     """Return the smallest loss per step that would have been reported in each group that has something exposed."""
     grid = judged_grid(breakdown, 1)
     try:
-        _spans(breakdown, phases, regions, collectives, kernels)
+        _spans(breakdown, phases, collectives, regions, kernels)
     except NotResolvable:
         if not _are_judged(breakdown, phases, collectives, groups, min_fraction):
             raise
@@ -390,8 +390,8 @@ def resolution_ns(
 def _spans(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
-    regions: pl.DataFrame,
     collectives: pl.DataFrame,
+    regions: pl.DataFrame | None,
     kernels: pl.DataFrame | None,
 ) -> tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool]:
     """Return the grid, the transfers after backward, and by (rank, step) ns of backward, hidden and exposed, and bytes.
@@ -408,7 +408,10 @@ def _spans(
     # Sharded gradients are reduced layer by layer, and CUDA events show the wait for each.
     ops = _ALL_REDUCES if by_marks else _REDUCTIONS
     collectives = collectives.filter(pl.col("op").is_in(ops))
-    window = last_backwards_by_marks(phases) if by_marks else last_backwards(regions, phases, kernels)
+    if by_marks:
+        window = last_backwards_by_marks(phases)
+    else:
+        window = pl.DataFrame() if regions is None else last_backwards(regions, phases, kernels)
     if window.is_empty():
         raise NotResolvable(text("no backward was recorded that an optimizer follows"))
     by_step, length = ["rank", "step"], pl.col("end_ns") - pl.col("start_ns")

@@ -6,7 +6,8 @@ to pageable memory, and HIP's) took away as much lead as it lasted; each time in
 launched late would have used up as much of it. What the lead would have covered is what the calls cost; what the
 busiest rank would be shorter without it is the loss, reported above `min_fraction` of the step. Gaps of less than
 `min_ns` are not counted, nor are ranks whose host launches for three quarters of the time in which its device works, or
-longer: it has no lead to lose, and is slow by itself (`host_bound`).
+longer: it has no lead to lose, and is slow by itself (`host_bound`). Nor is a rank counted that waits as often as the
+others do and loses twice as much: what comes after the call takes it longer than them (`slow_rank`).
 
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
@@ -25,7 +26,9 @@ ours: a lead that calls take away and late launches use up, never below zero (Li
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, price, visible
 from rankscope.analysis.metrics.launch_queue import host_gaps, launching, loss_of_gaps, lost_lead
@@ -46,6 +49,7 @@ detector = Detector(
     lost_as=("idle", "wait"),
 )
 
+_AS_OFTEN, _FAR_MORE = 1.5, 2.0  # times what is usual of a rank
 _NO_LEAD = 0.75  # of what its device works: a host that launches for so long is slow by itself
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
 
@@ -138,8 +142,18 @@ def _costs(
     grid = judged_grid(breakdown, _LEAST_STEPS)
     costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
     has_lead = launching(grid, phases, launches) < _NO_LEAD * (grid.busy - grid.of("host")).mean(axis=1)
+    has_lead &= ~_stalls(grid, calls, sums(grid, costly, "cost_ns").mean(axis=1))
     costly = costly.filter(pl.col("rank").is_in(grid.only(has_lead).ranks))
     return grid, costly, sums(grid, costly, "cost_ns")
+
+
+def _stalls(grid: StepGrid, calls: pl.DataFrame, cost: Floats) -> NDArray[np.bool_]:
+    """Return the ranks that wait for their devices as often as others, and lose far more: by what comes after."""
+    made = dict(calls.group_by("rank").len().iter_rows())
+    count = np.array([made.get(rank, 0) for rank in grid.ranks])
+    usual = (len(count) - 1) // 2
+    as_often = count <= _AS_OFTEN * np.sort(count)[usual]
+    return np.asarray(as_often & (cost > _FAR_MORE * np.sort(cost)[usual]))
 
 
 def _places(costly: pl.DataFrame, regions: pl.DataFrame | None) -> pl.DataFrame:

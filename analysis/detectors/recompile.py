@@ -3,8 +3,8 @@
 **Signal.** Compilations on the main thread in at least `min_steps` analyzed steps, so after warm-up, that take more
 than `min_fraction` of all analyzed time. Each step counts with its longest compilation over the ranks; named are all
 that compile at least half as long as the one that does so longest, also where their devices had work meanwhile. One
-step is enough where Dynamo's number says that it was not the first of its code (`0/1`) and it took `min_fraction_once`
-of that time.
+step is enough where it took `min_fraction_once` of that time and Dynamo's number says that it was not the first of its
+code (`0/1`), or in a profiler's trace, which has no such number.
 
 Where ranks run on devices of which neither kernels nor CUDA events were recorded, a compilation counts as far as it
 is sure that devices waited for it, and is not checked if only all of it were enough.
@@ -44,6 +44,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("compile",),
     per_rank=True,
+    explains=("slow_rank",),
     # Stops of several ranks in a step add up along a pipeline.
     cost="as_replayed",
     parts=("compile",),
@@ -51,7 +52,7 @@ detector = Detector(
 )
 
 _MAIN_THREAD = 0
-_SECOND = r"^compile \S*/[1-9]"
+_PROFILED, _SECOND = r" \(dynamo_timed\)$", r"^compile \S*/[1-9]"
 _REASON = r"^compile \S+: (?:\S+/\S+: )?(.+)$"
 
 
@@ -84,11 +85,13 @@ def _found(
         return []
     ranks = tuple(sorted({*_most_of(grid, compiling.mean(axis=1)), *_most_of(grid, _on_hosts(grid, regions))}))
     reason = _commonest_reason(regions)
+    again = text("compiles again") if several or _names(regions).str.contains(_SECOND).any() else text("compiles")
     return [
         Finding(
             detector="recompile",
             title=text(
-                "torch.compile compiles again in {steps} after warm-up, {time} each, on {ranks}",
+                "torch.compile {again} in {steps} after warm-up, {time} each, on {ranks}",
+                again=again,
                 steps=counted(int(shows.sum()), "step"),
                 time=duration(longest[shows].mean()),
                 ranks=named("rank", ranks),
@@ -127,8 +130,12 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int
 
 
 def _again(regions: pl.DataFrame) -> bool:
-    """Say whether code was compiled that had been compiled before, as `compile 0/1` says."""
-    return bool(regions.filter(pl.col("kind") == "compile")["name"].str.contains(_SECOND).any())
+    """Say whether code was compiled that had been before, as `compile 0/1`, or may have been, as a profiler names it."""
+    return bool(_names(regions).str.contains(f"{_SECOND}|{_PROFILED}").any())
+
+
+def _names(regions: pl.DataFrame) -> pl.Series:
+    return regions.filter(pl.col("kind") == "compile")["name"]
 
 
 def _commonest_reason(regions: pl.DataFrame) -> str:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import longest_rows, price, refuse_unsized, transfer_grid
+from rankscope.analysis.detectors import FEW_STEPS, longest_rows, price, refuse_unsized, transfer_grid
 from rankscope.analysis.metrics.bandwidth import Line, lines, transfers
 from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.exposed_communication import spent, with_exposed
@@ -84,7 +84,7 @@ def detect(
     min_count: int = 8,
 ) -> list[Finding]:
     """Return the saving of fusing, one finding per kind of operation."""
-    grid = transfer_grid(breakdown)
+    grid = transfer_grid(breakdown, FEW_STEPS)
     known = _small_sizes(collectives)
     rows = with_exposed(collectives, phases)
     runs = _runs(_frequent(rows, min_count * len(grid.steps)), phases, regions)
@@ -101,7 +101,7 @@ def detect(
 
 def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int:
     """Return the smallest loss per step that would have been reported."""
-    return round(min_fraction * transfer_grid(breakdown).step_ns)
+    return round(min_fraction * transfer_grid(breakdown, FEW_STEPS).step_ns)
 
 
 def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:

@@ -45,7 +45,7 @@ def uneven_work(
     kernels: pl.DataFrame,
     collectives: pl.DataFrame,
     groups: pl.DataFrame,
-    regions: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
@@ -68,7 +68,7 @@ def resolution_of_uneven_work(
     kernels: pl.DataFrame,
     collectives: pl.DataFrame,
     groups: pl.DataFrame,
-    regions: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
 ) -> int:
@@ -79,7 +79,7 @@ def resolution_of_uneven_work(
 
 
 def _with_peers(
-    breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame
+    breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame | None
 ) -> tuple[StepGrid, Ints]:
     """Return the ranks that have peers, and the role of each."""
     grid = peers_grid(breakdown, FEW_STEPS)
@@ -96,7 +96,7 @@ def long_stage(
     kernels: pl.DataFrame,
     collectives: pl.DataFrame,
     groups: pl.DataFrame,
-    regions: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_z: float = 5.0,
@@ -143,7 +143,7 @@ def resolution_of_long_stage(
     kernels: pl.DataFrame,
     collectives: pl.DataFrame,
     groups: pl.DataFrame,
-    regions: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     min_z: float = 5.0,
@@ -167,7 +167,7 @@ def _of_stages(
     kernels: pl.DataFrame,
     collectives: pl.DataFrame,
     groups: pl.DataFrame,
-    regions: pl.DataFrame,
+    regions: pl.DataFrame | None,
 ) -> tuple[StepGrid, Ints, Floats]:
     """Return the ranks of the pipelines, the stage of each, and what they compute, (rank, step, piece) in ns."""
     held = roles(groups, regions, collectives)

@@ -6,17 +6,22 @@ import re
 
 from rankscope.collectors.schema import WINDOW_STEP
 
-__all__ = ["STEP", "TRAINS", "range_kind"]
+__all__ = ["STEP", "TRAINS", "compiles", "range_kind"]
 
 _KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
 # Of a range of the script's own that is a step.
-STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$"
+STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$|^ProfilerStep#\d+$"
 TRAINS = tuple(_KINDS)  # how names begin of what only the thread that trains does
 _LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.escape(WINDOW_STEP))
 
 
+def compiles(name: str) -> bool:
+    """Say whether an operator of this name is a part of a compilation: as `dynamo_timed` of torch._dynamo calls it."""
+    return name.endswith(" (dynamo_timed)")
+
+
 def range_kind(name: str) -> str | None:
-    """Return the kind of the region of this name; None for a profiler's step, and for what collectives say better."""
+    """Return the kind of the region of this name; None for what steps or collectives say better."""
     if _LEFT_OUT.match(name):
         return None
     return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), "user")

@@ -21,7 +21,7 @@ from typing import Any
 
 import polars as pl
 
-from rankscope.analysis.model.annotations import range_kind
+from rankscope.analysis.model.annotations import STEP, range_kind
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import MEMORY, device_work, op_said
 from rankscope.analysis.readers.base import (
@@ -58,6 +58,7 @@ _COPIES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 # Torch numbers each call of an operator (`aten::add, op_id = 17`): the name alone is what is alike.
 _NUMBERS = r", (?:seq|op_id|sizes|input_op_ids) = .*$"
 _OPERATION = "nccl:"  # how torch's ranges of operations begin
+_SENT = {"ncclSend": "send", "ncclRecv": "recv"}  # NCCL's own ranges; kernels of its other operations have their names
 _VERSION = r"_v\d+$"  # of the interface, at the end of a call's name
 _PID_STEP = 1 << 24  # a thread's global id is the process's number times this, plus the thread's id
 _CHUNK = 100_000  # rows that are held as Python objects at a time
@@ -232,7 +233,7 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
     launches = calls.with_columns(rank=pl.coalesce("rank_of_work", "rank")).drop("rank_of_work", "node_of_work")
     ranges = capture.frame("ranges").join(own, on="process", nulls_equal=True)
     names = ranges["name"].unique()
-    kind, op = ({name: of(name) for name in names} for of in (range_kind, _op_of_range))
+    kind, op = ({name: of(name) for name in names} for of in (_kind_of_range, _op_of_range))
     regions, operations = (
         ranges.with_columns(pl.col("name").replace_strict(said, return_dtype=pl.String).alias(column)).drop_nulls(
             column
@@ -243,9 +244,14 @@ def _rows_of_ranks(capture: _Capture, first: int, node: int) -> dict[str, pl.Dat
     return {name: frame.drop("process") for name, frame in found.items()}
 
 
+def _kind_of_range(name: str) -> str | None:
+    """Return the kind of its region; a profiler's step is the user's range for a step, as any of such a name."""
+    return "user" if re.match(STEP, name) else range_kind(name)
+
+
 def _op_of_range(name: str) -> str | None:
-    """Return the operation that torch calls in a range of this name, as `nccl:all_to_all`; None: none."""
-    return op_said(name.removeprefix(_OPERATION)) if name.startswith(_OPERATION) else None
+    """Return the operation of a range of this name: torch's, as `nccl:all_to_all`, or NCCL's own; None: none."""
+    return _SENT.get(name) or (op_said(name.removeprefix(_OPERATION)) if name.startswith(_OPERATION) else None)
 
 
 def _of_capture(capture: _Capture, kernels: int) -> list[Gap]:

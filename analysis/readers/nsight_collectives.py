@@ -81,8 +81,8 @@ class _Fit:
 def infer_groups(kernels: pl.DataFrame, launches: pl.DataFrame, called: pl.DataFrame) -> Inferred:
     """Give the operations behind these kernels of all ranks, and the groups that they show.
 
-    `kernels` and `launches` have the columns of their tables, `called` (rank, start_ns, end_ns, op) says when hosts
-    called what. Times of one `node` are of one clock.
+    `kernels` and `launches` have the columns of their tables, `called` (rank, start_ns, end_ns, op, name) says when
+    hosts called what. Times of one `node` are of one clock.
     """
     rows = _operations(kernels, launches)
     ops = sorted(set(rows["op"]))
@@ -140,10 +140,16 @@ def _operations(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
 
 def _called_in(collectives: pl.DataFrame, called: pl.DataFrame) -> pl.DataFrame:
     """Return the operations with `said`, the one of the range in which the host called each; null: in none."""
-    begun = called.sort("start_ns").select("rank", "start_ns", until_ns="end_ns", said="op")
-    joined = collectives.sort("start_ns").join_asof(begun, on="start_ns", by="rank", check_sortedness=False)
-    inside = pl.col("start_ns") < pl.col("until_ns")
-    return joined.with_columns(said=pl.when(inside).then("said")).drop("until_ns").sort("rank", "device_start_ns")
+    rows, by_torch = (
+        collectives.sort("start_ns").with_columns(said=pl.lit(None, pl.String)),
+        pl.col("name").str.contains(":"),
+    )
+    for which in (by_torch, ~by_torch):  # NCCL's own ranges lie within torch's
+        begun = called.filter(which).sort("start_ns").select("rank", "start_ns", until_ns="end_ns", called="op")
+        rows = rows.join_asof(begun, on="start_ns", by="rank", check_sortedness=False)
+        inside = pl.when(pl.col("start_ns") < pl.col("until_ns")).then("called")
+        rows = rows.with_columns(said=pl.coalesce("said", inside)).drop("until_ns", "called")
+    return rows.sort("rank", "device_start_ns")
 
 
 def _stream(rows: pl.DataFrame, ops: Sequence[str]) -> _Stream:

@@ -23,7 +23,7 @@ _LEAST_CHAIN = 3  # two ranks that send to each other may as well exchange halve
 Role = tuple[int, ...]  # the stages that a rank holds, several where they are interleaved
 
 
-def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame) -> dict[int, Role]:
+def roles(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.DataFrame) -> dict[int, Role]:
     """Return the role of each rank of a pipeline; empty where none was seen, and then all ranks do the same.
 
     Stages are those that the schedule gives its microbatches. Where it names none, they are the places of the ranks
@@ -31,7 +31,7 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     ranks that send to their neighbours only (a ring is no pipeline: its ranks do all the same), or that do with them
     what a trace does not name.
     """
-    if regions["stage"].null_count() < len(regions):
+    if regions is not None and regions["stage"].null_count() < len(regions):
         named = regions.filter(pl.col("stage").is_not_null()).group_by("rank").agg(pl.col("stage").unique().sort())
         return {rank: tuple(stages) for rank, stages in named.iter_rows()}
     sent = collectives.filter(pl.col("op").is_in(P2P_OPS))
@@ -45,7 +45,7 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame, collectives: pl.DataFrame
     if len(pipelines):
         return _places(members_of(text or "") for text in pipelines["members"].unique())
     edges = sent.filter(pl.col("peer") >= 0).select("rank", "peer").unique().iter_rows()
-    in_schedule = regions["microbatch"].is_not_null().any()
+    in_schedule = regions is not None and regions["microbatch"].is_not_null().any()
     return _places(_chains({(min(edge), max(edge)) for edge in edges}, 2 if in_schedule else _LEAST_CHAIN))
 
 
@@ -81,7 +81,7 @@ def roles_of(
     ranks: Sequence[int], groups: pl.DataFrame | None, regions: pl.DataFrame | None, collectives: pl.DataFrame | None
 ) -> Ints:
     """Return the number of each of `ranks`' role; where a table is missing all are taken to do the same work."""
-    if groups is None or regions is None or collectives is None:
+    if groups is None or collectives is None:
         return role_codes({}, ranks)
     return role_codes(roles(groups, regions, collectives), ranks)
 

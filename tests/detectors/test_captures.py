@@ -106,6 +106,8 @@ def test_halves_share_no_noise():
         ("slow_link", 1, 0),  # of reductions, of which a part is hidden
         ("slow_node", 1, 0),  # of nodes whose clocks are apart
         ("rank_stall", 3, 1),  # in each step, hidden in the first by what its device has queued
+        ("rank_stall", 6, 0),  # in steps that may be compared, after a call that all hosts wait in
+        ("load_imbalance", 6, 0),  # that do not say what is forward
     ],
 )
 def test_few_steps_are_enough_for_what_each_operation_shows(kind, steps, seed, tmp_path):

@@ -49,8 +49,8 @@ def tables(*buckets, step_ms=200, wait_ms=0):
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", *span], orient="row"),
-        pl.DataFrame(regions, ["rank", "step", "kind", *span, "thread"], orient="row"),
         pl.DataFrame(calls, ["rank", "step", "op", *span, "wait_ns", "size_bytes"], orient="row"),
+        pl.DataFrame(regions, ["rank", "step", "kind", *span, "thread"], orient="row"),
     )
 
 
@@ -93,10 +93,10 @@ def gathers(steps, transfer_ms):
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
-        tables((80, 120))[2].clear(),
         pl.DataFrame(calls, rows, orient="row").with_columns(
             group_id=pl.lit(0), group=pl.lit("fsdp"), group_size=pl.lit(2), size_bytes=pl.lit(10 * MB)
         ),
+        None,
         None,
         pl.DataFrame({"group_id": [0], "name": ["fsdp"], "role": [""], "members": ["0-3"]}),
     )
@@ -116,11 +116,11 @@ def test_what_no_computation_can_hide_costs_all_the_same(steps):
 
 def test_one_operation_per_step_does_not_show_that_nothing_could_be_hidden():
     """It has nothing before and after it: no backward was seen, and its 30 of 50 ms may be all gradients."""
-    breakdown, phases, regions, collectives, _, groups = gathers(3, 30)
+    breakdown, phases, collectives, regions, _, groups = gathers(3, 30)
     only_one = collectives.filter(pl.col("instance_id") % 4 == 0)
     for check in (exposed_communication.detect, exposed_communication.resolution_ns):
         with pytest.raises(NotResolvable, match="backward"):
-            check(breakdown, phases, regions, only_one, groups=groups)
+            check(breakdown, phases, only_one, regions, groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_4_percent_of_the_step_are_found_where_hardly_anything_is_hidden(buckets
 @pytest.mark.parametrize(("role", "percent"), [("dp", 5), ("tp", 10), ("ep", 10)])
 def test_the_limit_is_that_of_the_groups_there_are(role, percent):
     """Beside gradients, 2 of 200 ms per step are exposed in the middle of three gathers of another group."""
-    breakdown, phases, regions, collectives = tables((20, 30), (60, 84))
+    breakdown, phases, collectives, regions = tables((20, 30), (60, 84))
     gathers = [
         (rank, step, 3 * step + n, (200 * step + at) * MS, (200 * step + at + 2) * MS)
         for rank in range(2)
@@ -158,7 +158,7 @@ def test_the_limit_is_that_of_the_groups_there_are(role, percent):
         device_start_ns="start_ns", group=pl.col("group_id").cast(pl.String), group_size=pl.lit(2)
     )
     groups = pl.DataFrame({"group_id": [0, 1], "name": ["0", "1"], "role": ["", role], "members": ["0-3", "0,1"]})
-    seen = breakdown, pl.concat([phases, spans], how="diagonal"), regions, calls, None, groups
+    seen = breakdown, pl.concat([phases, spans], how="diagonal"), calls, regions, None, groups
     assert exposed_communication.detect(*seen) == []
     assert exposed_communication.resolution_ns(*seen) == 2 * percent * MS
 
@@ -168,11 +168,11 @@ def test_waiting_for_a_slow_peer_is_not_exposed_communication():
 
 
 def test_without_backward_or_reductions_it_is_not_judged():
-    breakdown, phases, regions, collectives = tables((80, 120))
+    breakdown, phases, collectives, regions = tables((80, 120))
     with pytest.raises(NotResolvable, match="backward"):
-        exposed_communication.detect(breakdown, phases, regions.filter(kind="optimizer"), collectives)
+        exposed_communication.detect(breakdown, phases, collectives, regions.filter(kind="optimizer"))
     with pytest.raises(NotResolvable, match="reduction"):
-        exposed_communication.detect(breakdown, phases, regions, collectives.clear())
+        exposed_communication.detect(breakdown, phases, collectives.clear(), regions)
 
 
 @pytest.mark.parametrize("begin", [70, 51])

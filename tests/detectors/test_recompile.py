@@ -12,6 +12,9 @@ import pytest
 
 import rankscope
 from rankscope.analysis.detectors import recompile
+from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.runs.trace import Trace
+from support.kineto import event, kernel, launch, step, write
 from support.paths import SCRIPTS
 
 JOB = SCRIPTS / "recompile.py"
@@ -87,3 +90,30 @@ def test_job_whose_batch_size_changes_gets_that_advice(tmp_path):
     compilations = rankscope.open(tmp_path / "run").table("regions").filter(pl.col("kind") == "compile").collect()
     lost_ns = finding["lost_ns_per_step"] * report["steps"]["count"]
     assert 60 * MS * len(steps) <= lost_ns <= (compilations["end_ns"] - compilations["start_ns"]).sum()
+
+
+@pytest.mark.parametrize("compiled", [(1,), (0, 2)])
+def test_compilations_in_a_trace_of_the_profiler_are_named_with_their_steps(tmp_path, compiled):
+    """Steps of 100 ms that compute for 54; where torch compiles the device idles for 40 ms meanwhile."""
+    events = []
+    for number in range(3):
+        at = 1_000_000 + 100_000 * number
+        first = at + 45_000 if number in compiled else at + 5_000
+        events += [step(number, at, 100_000), launch(first, 10, number), kernel("gemm", first + 15, 54_000, number)]
+        if number in compiled:
+            for name in ("_compile.compile_inner", "create_aot_dispatcher_function"):
+                events.append(event("cpu_op", f"{name} (dynamo_timed)", at + 4_000, 40_000))
+    write(tmp_path / "rank0.json", events)
+    report = diagnose(Trace.open(tmp_path))
+    (found,) = report.findings
+    assert (found.detector, found.ranks, found.steps) == ("recompile", (0,), compiled)
+    if len(compiled) == 1:
+        assert found.lost_ns_per_step == pytest.approx(40 * MS / 3, rel=0.01)
+    said = {1: "torch.compile compiles in 1 step", 2: "torch.compile compiles again in 2 steps"}
+    assert found.title.startswith(said[len(compiled)])
+
+
+def test_a_trace_without_a_compilation_says_nothing_about_them(tmp_path):
+    write(tmp_path / "rank0.json", [step(0, 0, 100), launch(5, 1, 0), kernel("gemm", 10, 50, 0)])
+    (unchecked,) = [one for one in diagnose(Trace.open(tmp_path)).not_checked if one.detector == "recompile"]
+    assert unchecked.why == "the trace names no compilation; those of torch.compile before 2.6 are not named"

@@ -474,7 +474,12 @@ def test_exports_of_one_host_share_its_clock(tmp_path, hosts, since, nodes):
 
 
 @pytest.mark.parametrize(
-    ("name", "source"), [("iteration {}", "named ranges"), ("Optimizer.step#SGD.step, op_id = {}", "optimizer")]
+    ("name", "source"),
+    [
+        ("iteration {}", "named ranges"),
+        ("ProfilerStep#{}", "named ranges"),
+        ("Optimizer.step#SGD.step, op_id = {}", "optimizer"),
+    ],
 )
 def test_ranges_of_an_export_give_its_steps_and_the_time_that_they_wait_for_input(tmp_path, name, source):
     """40 steps of 5 ms: a reduction of 0.1 ms, 2.5 ms of work, and of the 2.4 ms after it 2 ms for the next batch."""
@@ -490,6 +495,38 @@ def test_ranges_of_an_export_give_its_steps_and_the_time_that_they_wait_for_inpu
     found, host = report.findings
     assert (host.detector, host.lost_ns_per_step) == ("host_bound", pytest.approx(400_000, rel=0.05))
     assert (found.detector, found.lost_ns_per_step) == ("input_stall", pytest.approx(2_000_000, rel=0.05))
+
+
+@pytest.mark.parametrize(
+    ("own", "around", "op"),
+    [("ncclSend", None, "send"), ("ncclSend", "nccl:all_to_all, op_id = 3", "alltoall"), (None, None, "allreduce")],
+)
+def test_ranges_of_torch_and_else_of_nccl_itself_say_what_a_kernel_does(tmp_path, own, around, op):
+    """The host launches each kernel 2 us after it called NCCL for it, and torch calls NCCL."""
+    kernels = all_reduces([((0,), 0)])
+    ranges = [(name, before) for name, before in ((own, 1_000), (around, 2_000)) if name]
+    events = [(begin - before, begin + before, name) for begin, *_ in kernels for name, before in ranges]
+    values = ", ".join(f"({begin}, {end}, 59, '{said}', {process(50) + 50})" for begin, end, said in events)
+    extra = "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER);"
+    extra += f"INSERT INTO NVTX_EVENTS VALUES {values};" if events else ""
+    calls = [(begin, begin + 10, process(50) + 50, correlation) for begin, *_, correlation, _ in kernels]
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls, extra=extra))
+    ops = dict(trace.table("collectives").group_by("op").len().collect().rows())
+    assert ops[op] >= 40
+
+
+def test_exposed_communication_needs_no_ranges(tmp_path):
+    """A reduction of 0.4 ms after each 0.9 ms of work, with nothing beside it; the capture is the step."""
+    kernels = [
+        (at, at + length, gpu, process(50), 10 * n + gpu, name, 7 if name == 1 else 8)
+        for n in range(120)
+        for gpu in range(2)
+        for at, length, name in ((1_500_000 * n, 900_000, 1), (1_500_000 * n + 1_000_000, 400_000, 2))
+    ]
+    calls = [(begin, begin + 10, process(50) + 50, correlation) for begin, _, _, _, correlation, *_ in kernels]
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls)))
+    assert [finding.detector for finding in report.findings][:1] == ["exposed_communication"]
+    assert report.findings[0].lost_fraction == pytest.approx(400 / 1500, abs=0.02)
 
 
 def test_a_gpu_that_communicates_alone_in_an_export_has_no_group(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from rankscope.analysis.model.annotations import compiles
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import FrameReader, Reader, gap
 from rankscope.analysis.readers.kineto.capture import Capture
@@ -27,7 +28,7 @@ __all__ = ["open_run", "reader", "recognises"]
 _CANNOT = {
     "breakdown": text("the trace holds no device work, and a profiler's trace does not show what the host waits for"),
     "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
-    "compile": text("a profiler's trace does not show what torch.compile compiles"),
+    "compile": text("the trace names no compilation; those of torch.compile before 2.6 are not named"),
     "model": text(
         "the FLOPs of a step are unknown: give --flops-per-step, or record the trace with record_shapes=True"
     ),
@@ -61,6 +62,8 @@ def open_run(paths: list[str], *, operators_from_ns: int = _LONG_OPERATOR_NS) ->
         gaps += [gap(table, why, rank=rank, count=count) for table, count, why in capture.found]
     gaps += missing_ranks(ranks)
     lacks = _CANNOT if "steps" in tables else _CANNOT | _NO_STEPS
+    if any(compiles(name) for capture in ranks.values() for name in capture.names):
+        lacks = {table: why for table, why in lacks.items() if table != "compile"}
     pieces = {name: functools.partial(tables.pieces, name) for name in tables if name in LARGE}
     rows = {
         "kernels": sum(len(c.device) for c in ranks.values()),

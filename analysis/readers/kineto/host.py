@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.model.annotations import range_kind
+from rankscope.analysis.model.annotations import compiles, range_kind
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.flops import flops
 from rankscope.analysis.readers.json_scan import OTHER_NAME
@@ -31,8 +31,9 @@ def regions_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]
     for rows in capture.spans.in_time(most):
         regions = {c: values[is_region[rows["name"]]] for c, values in rows.items()}
         yield spans_frame(capture, regions).with_columns(kind=kind_of.gather(regions["name"]))
+    kind_of = pl.Series(["compile" if compiles(name) else "operator" for name in capture.names], dtype=pl.String)
     for rows in capture.operators.in_time(most):
-        yield spans_frame(capture, rows).with_columns(kind=pl.lit("operator"))
+        yield spans_frame(capture, rows).with_columns(kind=kind_of.gather(rows["name"]))
 
 
 def operators_frames(capture: Capture, most: int | None) -> Iterator[pl.DataFrame]:
