@@ -130,7 +130,7 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.02) -> int
 
 
 def _again(regions: pl.DataFrame) -> bool:
-    """Say whether code was compiled that had been before, as `compile 0/1`, or may have been: a profiler does not say."""
+    """Say whether code was compiled that had been before, as `compile 0/1`, or may have been, in a profiler's trace."""
     return bool(_names(regions).str.contains(f"{_SECOND}|{_PROFILED}").any())
 
 
