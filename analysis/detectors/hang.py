@@ -10,10 +10,10 @@ for no other themselves, are the root cause:
 - all ranks in the same operation, and none finishes it: the transport, or a desync if they do not do the same thing,
   with the same data type and, where the operation asks for it, as many bytes.
 
-In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps
-are enough where an operation that needs all its ranks ended though one never reached it: it failed. Ranks that wait
-for each other in a circle are a deadlock. A pipeline neighbour of a hung rank is behind in its counters
-too; it is not the root cause, since it waits itself.
+In a recorded run an operation counts only if the job hung for 10 s and for 5 steps at its end; 1 s and 5 steps are
+enough where an operation that needs all its ranks ended though one never reached it: it failed. Ranks that wait for
+each other in a circle are a deadlock; one that is alone in its operation, against several in another, is named. A
+pipeline neighbour of a hung rank is behind in its counters too; it is not the root cause, since it waits itself.
 
 NCCL's operations have no ends in a recording. Node 0's agent asks NCCL's RAS when the job hangs: where it says
 that ranks have launched less than others, or do not answer, operations that not all members have called count as
@@ -400,7 +400,7 @@ def _size_of(held: _Held) -> str | None:
 
 
 def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:
-    """Return sets of ranks that wait only for each other."""
+    """Return sets of ranks that wait only for each other; of two operations between them, who is in one alone."""
     reach = {rank: _reachable(waits, rank) for rank in waits}
     circles = {frozenset(r for r in reach[rank] if rank in reach.get(r, ())) for rank in waits if rank in reach[rank]}
     findings = []
@@ -408,6 +408,15 @@ def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding
         if all(waits[rank] <= circle for rank in circle):
             ranks = sorted(circle)
             title = text("{subject} wait for each other: deadlock", subject=_subject(ranks))
+            together = sorted(_in_one_operation(state, ranks), key=len)
+            named_ones = ranks
+            if len(together) == 2 and len(together[0]) == 1 < len(together[1]):
+                named_ones, others = together
+                title = text(
+                    "{subject} calls operations in another order than {others}: deadlock",
+                    subject=_subject(named_ones),
+                    others=named("rank", others),
+                )
             each = joined(
                 "; ", (text("rank {rank} is in {held}", rank=rank, held=state.held[rank]) for rank in ranks[:4])
             )
@@ -415,7 +424,7 @@ def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding
                 _finding(
                     state,
                     waits,
-                    ranks,
+                    named_ones,
                     title,
                     text("Issue the operations in the same order on all ranks: {each}.", each=each),
                 )

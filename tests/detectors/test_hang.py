@@ -136,6 +136,16 @@ def test_different_operations_under_one_number_are_a_desync():
     assert named(tables) == [((1,), "Rank 1 does broadcast where the others do allreduce: desynchronized")]
 
 
+def test_a_rank_that_calls_two_operations_in_another_order_than_three_others_is_named():
+    """Rank 2 is in the one of all first, the others in that of ranks 0-2; all have enqueued both."""
+    groups = ((ALL, "all", "0-3"), (FIRST, "first", "0-2"))
+    rows = [(rank, FIRST, 4, 3, {"start_ns": 60 if rank == 2 else 50}) for rank in range(3)]
+    rows += [(2, ALL, 8, 7, {"start_ns": 50}), (3, ALL, 8, 7, {"start_ns": 50})]
+    rows += [(rank, ALL, 7, 7) for rank in range(2)]
+    said = "Rank 2 calls operations in another order than ranks 0,1: deadlock"
+    assert named(state(*rows, groups=groups)) == [((2,), said)]
+
+
 def test_ranks_that_wait_for_each_other_in_different_groups_are_a_deadlock():
     """Rank 0 is in the first group's operation 1, rank 1 in the last one's: neither enqueued the other's."""
     groups = ((FIRST, "first", "0-1"), (LAST, "last", "0-1"))
