@@ -16,7 +16,7 @@ _LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.esca
 
 
 def compiles(name: str) -> bool:
-    """Say whether an operator of this name is a part of a compilation: as `dynamo_timed` of torch._dynamo calls it."""
+    """Say whether a range or operator of this name is part of a compilation, as torch._dynamo calls them."""
     return name.endswith(" (dynamo_timed)")
 
 
@@ -24,4 +24,6 @@ def range_kind(name: str) -> str | None:
     """Return the kind of the region of this name; None for what steps or collectives say better."""
     if _LEFT_OUT.match(name):
         return None
+    if compiles(name):
+        return "compile"
     return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), "user")

@@ -92,8 +92,9 @@ def test_job_whose_batch_size_changes_gets_that_advice(tmp_path):
     assert 60 * MS * len(steps) <= lost_ns <= (compilations["end_ns"] - compilations["start_ns"]).sum()
 
 
+@pytest.mark.parametrize("category", ["cpu_op", "user_annotation"])  # of torch 2.13, and of earlier ones
 @pytest.mark.parametrize("compiled", [(1,), (0, 2)])
-def test_compilations_in_a_trace_of_the_profiler_are_named_with_their_steps(tmp_path, compiled):
+def test_compilations_in_a_trace_of_the_profiler_are_named_with_their_steps(tmp_path, compiled, category):
     """Steps of 100 ms that compute for 54; where torch compiles the device idles for 40 ms meanwhile."""
     events = []
     for number in range(3):
@@ -102,7 +103,7 @@ def test_compilations_in_a_trace_of_the_profiler_are_named_with_their_steps(tmp_
         events += [step(number, at, 100_000), launch(first, 10, number), kernel("gemm", first + 15, 54_000, number)]
         if number in compiled:
             for name in ("_compile.compile_inner", "create_aot_dispatcher_function"):
-                events.append(event("cpu_op", f"{name} (dynamo_timed)", at + 4_000, 40_000))
+                events.append(event(category, f"{name} (dynamo_timed)", at + 4_000, 40_000))
     write(tmp_path / "rank0.json", events)
     report = diagnose(Trace.open(tmp_path))
     (found,) = report.findings
@@ -116,4 +117,4 @@ def test_compilations_in_a_trace_of_the_profiler_are_named_with_their_steps(tmp_
 def test_a_trace_without_a_compilation_says_nothing_about_them(tmp_path):
     write(tmp_path / "rank0.json", [step(0, 0, 100), launch(5, 1, 0), kernel("gemm", 10, 50, 0)])
     (unchecked,) = [one for one in diagnose(Trace.open(tmp_path)).not_checked if one.detector == "recompile"]
-    assert unchecked.why == "the trace names no compilation; those of torch.compile before 2.6 are not named"
+    assert unchecked.why == "the trace names no compilation by torch.compile"

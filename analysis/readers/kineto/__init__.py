@@ -28,7 +28,7 @@ __all__ = ["open_run", "reader", "recognises"]
 _CANNOT = {
     "breakdown": text("the trace holds no device work, and a profiler's trace does not show what the host waits for"),
     "gc_pauses": text("a profiler's trace does not show when Python collects garbage"),
-    "compile": text("the trace names no compilation; those of torch.compile before 2.6 are not named"),
+    "compile": text("the trace names no compilation by torch.compile"),
     "model": text(
         "the FLOPs of a step are unknown: give --flops-per-step, or record the trace with record_shapes=True"
     ),
