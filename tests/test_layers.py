@@ -34,6 +34,7 @@ IN_A_RANK = (
     "collectors/native",
     "collectors/agent_socket.py",
     "collectors/rank_ranges.py",
+    "collectors/switched_off.py",
     "collectors/worker_server.py",
     "src/rankscope/errors.py",
 )

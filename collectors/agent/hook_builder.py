@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.collectors.native import collectives_hook
+from rankscope.collectors.switched_off import switched_off
 
 __all__ = ["HookBuilder"]
 
@@ -29,7 +30,7 @@ class HookBuilder:
     """Checks at each flush whether to begin, and for the result; one build in the agent's life."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._is_off = "build" in environment.get("RANKSCOPE_DISABLE", "").split(",")
+        self._is_off = "build" in switched_off(environment)
         self._process: subprocess.Popen[str] | None = None
 
     def look(self, first_rank_ns: int | None, torch_version: str) -> str | None:

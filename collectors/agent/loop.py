@@ -40,6 +40,7 @@ from rankscope.collectors.agent.retention import Retention, usual_bytes
 from rankscope.collectors.agent.run_state import RunState, versions
 from rankscope.collectors.agent.upload import LATE_S, UPLOAD_S, Upload, missed, remove_spool
 from rankscope.collectors.schema import NO_PEER, SCHEMA_VERSION
+from rankscope.collectors.switched_off import why_no_rank
 from rankscope.errors import BadInput
 
 __all__ = ["Agent", "Options", "main"]
@@ -53,11 +54,6 @@ RETAIN_NS = 5_000_000_000
 LINGER_NS = 5_000_000_000  # after the last rank, where no launcher says when to end
 GIVE_UP_NS = 600_000_000_000
 NICE = 5
-
-NO_RANK = (
-    "no rank reported: torch is older than 2.5, or TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set, or the ranks' Python has no "
-    "rankscope, or no process group was made"
-)
 
 clock = time.perf_counter_ns
 
@@ -430,7 +426,7 @@ class Agent:
         self._exits.finish()
         if not self._node.has_begun:
             self._begin(None)
-            self._node.gap("*", NO_RANK)
+            self._node.gap("ranks", why_no_rank(os.environ))
         self._windows.close()
         self._close_node()
         self._run.close()

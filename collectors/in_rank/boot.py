@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from rankscope.collectors.in_rank.stderr import say, text_of
+from rankscope.collectors.switched_off import switched_off
 from rankscope.collectors.untyped import Foreign
 
 __all__ = ["autoload"]
@@ -29,7 +30,7 @@ def _may_be_recorded() -> bool:
     env = os.environ
     # Subprocesses and spawned workers of a rank inherit the claim and are not recorded.
     is_claimed = env.get("RANKSCOPE_CLAIM", str(os.getpid())) != str(os.getpid())  # not by what execs itself
-    return bool(env.get("RANKSCOPE_AGENT")) and env.get("RANKSCOPE_DISABLE") != "all" and not is_claimed
+    return bool(env.get("RANKSCOPE_AGENT")) and "all" not in switched_off(env) and not is_claimed
 
 
 def _arm() -> None:

@@ -36,6 +36,7 @@ from rankscope.collectors.native import collectives_hook
 from rankscope.collectors.rank import Collector
 from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, LEFT_OFF, NO_PEER, REGION_KINDS
+from rankscope.collectors.switched_off import switched_off
 from rankscope.collectors.untyped import Foreign
 
 __all__ = ["Emit", "annotate", "on_group", "step"]
@@ -395,13 +396,12 @@ class _Session:
         }
 
     def start(self) -> None:
-        switched_off = set(os.environ.get("RANKSCOPE_DISABLE", "").split(","))
         self.emit.on_tick(self.emit.guard("session", self._tick))
         self.emit.start("interrupts", interrupts.collector)
         # Dynamo compiles every Python frame that runs below a compiled function, unless it is set to leave it alone.
         after_import("torch._dynamo.trace_rules", self.emit.guard("session", lambda rules: rules.add("rankscope")))
         for module in pkgutil.iter_modules(rank_collectors.__path__):
-            if module.name in switched_off:
+            if module.name in switched_off(os.environ):
                 self.emit.gap("*", module.name, LEFT_OFF)
                 continue
             # A collector that cannot even be imported costs itself only.

@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from rankscope.collectors.native import nccl_plugin
+from rankscope.collectors.switched_off import unknown_names
 from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import Options, program_name, split
 from rankscope.profiler.errors import say
@@ -135,3 +136,5 @@ def _ensure_agent(name: str, options: Options, command: list[str]) -> None:
                 launch = {"command": command, "directory": os.getcwd()}
                 start_detached(name, out, options.hz, launch, options.for_agent())
                 say(f"recording this node in {f'{options.url}, by way of {out}' if options.url else out}")
+                if unknown := unknown_names(os.environ):
+                    say(unknown)

@@ -34,6 +34,7 @@ from pathlib import Path
 
 from rankscope.collectors.agent.upload import missed, remove_spool, upload_rest
 from rankscope.collectors.native import nccl_plugin
+from rankscope.collectors.switched_off import unknown_names
 from rankscope.errors import NotRecorded, RankscopeError
 from rankscope.profiler.arguments import HELP, OWN_FLAGS, OWN_VALUES, node_rank, program_name, split, torchrun_program
 from rankscope.profiler.errors import say
@@ -76,6 +77,8 @@ def main(arguments: list[str]) -> None:
         say(f"nothing is recorded: {error}; the job runs as without rankscope")
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         say("TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading rankscope: no rank will be recorded")
+    if unknown := unknown_names(environment):
+        say(unknown)
     with ExitStack() as stack:
         if agent and not is_own():
             paths = [stack.enter_context(visible_package()), os.environ.get("PYTHONPATH", "")]

@@ -181,6 +181,28 @@ def test_ctrl_c_on_the_terminal_reaches_the_child_once(tmp_path):
     os.close(terminal)
 
 
+@pytest.mark.real_job
+@pytest.mark.parametrize(
+    ("disable", "said"),
+    [
+        ("", ["out: no rank reported: the script made no process group (call torch.distributed.init_process_group()"]),
+        ("all", ["out: no rank reported: RANKSCOPE_DISABLE=all switches recording off"]),
+        (
+            "memory, colectives",
+            ["RANKSCOPE_DISABLE: no collector is named colectives; there are all, ", "out: no rank"],
+        ),
+    ],
+)
+def test_run_of_a_script_that_makes_no_process_group_says_what_to_do(tmp_path, disable, said):
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    done = rankscope_("run", "--out", "out", *ONE_RANK, "train.py", cwd=tmp_path, RANKSCOPE_DISABLE=disable)
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rankscope")]
+    assert len(lines) == len(said)
+    for line, start in zip(lines, said, strict=True):
+        assert line.replace(f"{tmp_path}/", "").startswith(f"rankscope: {start}")
+
+
 # ---- rankscope exec
 
 

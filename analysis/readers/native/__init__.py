@@ -40,7 +40,7 @@ def open_run(folders: list[str]) -> NativeReader:
             )
     reader = NativeReader(run, parts, torn, roots, where=address.folders[0], world=address.world, steps=address.steps)
     if not reader.ranks():
-        raise BadInput(f"{where}: no rank reported{reader.why_no_rank()}")
+        raise BadInput(f"{where}: {reader.why_no_rank()}")
     return reader
 
 

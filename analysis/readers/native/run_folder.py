@@ -264,9 +264,9 @@ class NativeReader:
         return cannot
 
     def why_no_rank(self) -> str:
-        """Return the agent's reason for ranks that never came, as the end of a sentence."""
+        """Return the agent's reason for ranks that never came."""
         said = [gap.why for gap in recorded_gaps(self._stored) if gap.table == "ranks"]
-        return f": {said[0]}" if said else ": the job made no process group, or ended before it"
+        return said[0] if said else "no rank reported: the agent ended before the first rank"
 
 
 def _kept_since(run: Mapping[int, Mapping[str, Any]], nodes: Container[int]) -> dict[int, int]:
