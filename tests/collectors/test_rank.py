@@ -444,6 +444,7 @@ def test_a_collector_can_be_left_off(tmp_path):
     assert done.returncode == 0, done.stderr
     assert not (run / "collectives").exists()
     assert "left off by RANKSCOPE_DISABLE" in table(run, "gaps")["why"].to_list()[0]
+    assert "collectives: collector left off by RANKSCOPE_DISABLE" in [gap.why for gap in rankscope.open(run).gaps()]
 
 
 def test_an_agent_that_does_not_read_never_blocks_the_rank():

@@ -138,5 +138,13 @@ def open_ends(unended: pl.DataFrame, flight_records: pl.DataFrame) -> list[Gap]:
 
 def recorded_gaps(stored: StoredRows) -> list[Gap]:
     """Return the gaps that collectors, session and agent recorded."""
-    said = stored.read("gaps").select("table", "rank", "node", "count", "why")
-    return [replace(Gap(**row), why=as_recorded(row["why"])) for row in said.iter_rows(named=True)]
+    said = stored.read("gaps").select("table", "rank", "node", "count", "why", "source")
+    return [_named(row.pop("source"), Gap(**row)) for row in said.iter_rows(named=True)]
+
+
+def _named(source: str, gap: Gap) -> Gap:
+    """Translate a recorded gap; where it concerns all that a collector writes, name the collector."""
+    why = as_recorded(gap.why)
+    if gap.table == "*" and source not in ("agent", "session"):
+        why = text("{collector}: {why}", collector=source, why=why)
+    return replace(gap, why=why)
