@@ -30,7 +30,7 @@ from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.parts import MIXED
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.phrases import counted, how_to_profile, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
@@ -191,9 +191,10 @@ def of_hosts(found: Callable[[pl.DataFrame | None], list[Finding]], waits: pl.Da
         raise NotResolvable(
             text(
                 "{stop}, up to {share} of the step, and whether the launch queue drained meanwhile was not "
-                "recorded; rankscope trigger RUN --count 3 shows it",
+                "recorded; a profiled window shows it ({how})",
                 stop=possible.title,
                 share=percent(possible.lost_fraction),
+                how=how_to_profile(),
             )
         )
     return []

@@ -50,7 +50,7 @@ from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
 from rankscope.analysis.model.parts import BLOCKED, UNSEEN
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
-from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.phrases import how_to_profile, named
 from rankscope.analysis.text.units import duration, percent, percent_at_most
 from rankscope.errors import NotResolvable
 
@@ -175,17 +175,19 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
             text(
                 "host-bound in {paced} of the step: the launch queue is empty, because the host is slow or waits "
                 "for the device (.item(), synchronize()); devices may be idle for up to {most} of the step, and a "
-                "profiled window measures the cost: rankscope trigger RUN --count 3",
+                "profiled window measures the cost: {how}",
                 paced=percent(paced),
                 most=most,
+                how=how_to_profile(),
             )
         )
     raise NotResolvable(
         text(
             "host run-ahead is {ahead} (median), less than the phases take: devices may be idle for up to {most} of "
-            "the step; a profiled window shows whether they are: rankscope trigger RUN --count 3",
+            "the step; a profiled window shows whether they are: {how}",
             ahead=duration(float(np.median(marks["ahead_ns"].to_numpy()))),
             most=most,
+            how=how_to_profile(),
         )
     )
 

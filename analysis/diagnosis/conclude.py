@@ -43,7 +43,7 @@ _SHOWN_BY_WINDOWS = "host_bound"
 def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Report:
     """Return the report on a run whose timeline has been built; of a long one only on what was read of it."""
     options = options or ReportOptions()
-    report = conclude(timeline, judge(trace, timeline, options), options.price)
+    report = conclude(timeline, judge(trace, timeline, options), options.price, is_running=trace.is_running)
     report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
     windows = windows_of(trace, lambda window: report_on(window, build_timeline(window)).verdict)
     profiled = [window.number for window in windows if window.kernels]
@@ -61,13 +61,13 @@ def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) ->
     )
 
 
-def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Report:
+def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Report:
     """Return the report on a timeline; `price` is that of an hour of a rank."""
     tables = judged.tables
     groups = group_times(tables["collectives"], tables["phases"], timeline.groups)  # before the graph takes memory
     run, costs = judged.run(), judged.costs()
     needs, share = judged.model
-    seen = _seen(timeline, judged, price)
+    seen = _seen(timeline, judged, price, is_running=is_running)
     findings = tuple(
         replace(
             finding,
@@ -117,7 +117,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None) -> Repo
     )
 
 
-def _seen(timeline: Timeline, judged: Judgement, price: float | None) -> Seen:
+def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Seen:
     """Return the evidence of the verdict."""
     tables, steps = judged.tables, judged.steps
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
@@ -131,6 +131,7 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None) -> Seen:
         lead=lead_of(tables["breakdown"], tables["marks"]),
         device_waits=tables.get("device_waits"),
         profiled=not timeline.kernels.is_empty(),
+        is_running=is_running,
         code=code,
         aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),
     )

@@ -11,7 +11,7 @@ from rankscope.analysis.model.finding import (
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.runs.memory_budget import ENOUGH_ROWS, MOST_ROWS
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.phrases import counted, how_to_profile
 from rankscope.analysis.timeline.build import Timeline
 
 __all__ = ["incomplete_steps", "left_out", "not_observed"]
@@ -30,8 +30,9 @@ def not_observed(timeline: Timeline) -> list[NotChecked]:
     if not devices or len(timeline.kernels) or len(timeline.marks):
         return []
     why = text(
-        "ranks run on {devices}; what these do is recorded in profiled windows only (`rankscope trigger`)",
+        "ranks run on {devices}; what these do is recorded in profiled windows only ({how})",
         devices=", ".join(devices),
+        how=how_to_profile(),
     )
     return [NotChecked(detector="device_time", why=why)]
 

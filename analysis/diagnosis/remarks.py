@@ -81,7 +81,7 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
         place = code.most_of(None)
         said += [
             text(
-                "; devices may be idle for up to {share} of the step, which rankscope trigger RUN --count 3 measures",
+                "; devices may be idle for up to {share} of the step, which rankscope run --profile-steps A-B measures",
                 share=percent_at_most(lead.idle_fraction),
             ),
             text(" (the hosts are mostly at {place})", place=place) if place else "",

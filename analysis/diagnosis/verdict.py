@@ -53,6 +53,7 @@ class Seen:
     lead: Lead | None
     device_waits: pl.DataFrame | None  # None: more than the hosts was seen
     profiled: bool  # a profiler's capture, not a run that was recorded
+    is_running: bool  # as far as is known; else it has to be recorded again
     code: Code
     aside: str  # the headline's note on excluded steps
 
@@ -246,7 +247,9 @@ def _place(loss: Loss, ranks: int) -> str:
 
 def _what_would_show_it(loss: Loss, seen: Seen) -> str:
     if not seen.profiled:
-        return text("; rankscope trigger RUN --count 10 records what ranks and devices do meanwhile")
+        if seen.is_running:
+            return text("; rankscope trigger RUN --count 10 records what ranks and devices do meanwhile")
+        return text("; rankscope run --profile-steps A-B records what ranks and devices do meanwhile")
     if loss.kind == "queued":
         return text("; an Nsight Systems capture shows what the queued work waits for")
     if loss.kind == "unseen":

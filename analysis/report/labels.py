@@ -224,7 +224,6 @@ _ENGLISH: dict[str, str] = {
     "the device. Devices may idle for up to {1} of the step; a profiled window measures the cost: {2}",
     "lead.open": "Host run-ahead is {0} (median), less than the phases take. Devices may idle for up to {1} of the "
     "step; a profiled window shows whether they do: {2}",
-    "lead.trigger": "rankscope trigger RUN --count 3",
     "lead.window": "see window {0} of this run",
     # device
     "device": "The devices, over the whole capture",

@@ -33,7 +33,7 @@ from rankscope.analysis.model.money import HOUR_NS, cost_of, is_standstill, mone
 from rankscope.analysis.model.parts import BEGAN_LATE, IDLE_LABELS, LEFT_LATE, part_change
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
-from rankscope.analysis.text.phrases import counted, named, place_in_code, some_ranges
+from rankscope.analysis.text.phrases import counted, how_to_profile, named, place_in_code, some_ranges
 from rankscope.analysis.text.units import duration, duration_with_error, percent, percent_at_most, ranges
 
 __all__ = [
@@ -75,7 +75,7 @@ def lead_line(lead: Lead, windows: Sequence[Window]) -> str:
     """Return which is the limit, host or device, as far as CUDA events show, and what shows more."""
     ahead, idle = duration(lead.ahead_ns), percent_at_most(lead.idle_fraction)
     profiled = [window.number for window in windows if window.kernels]
-    more = say("lead.window", profiled[-1]) if profiled else say("lead.trigger")
+    more = say("lead.window", profiled[-1]) if profiled else how_to_profile()
     if lead.idle_fraction < _MUCH_IDLE:
         return say("lead.device", ahead, idle)
     if lead.paced_fraction >= _MOSTLY:

@@ -95,6 +95,11 @@ class Trace:
         """Whether each node's agent has closed its files: they will not change."""
         return bool(self.run) and all(launch.get("state") == "closed" for launch in self.run.values())
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the agent of a node still writes, as far as its files say."""
+        return any(launch.get("state") == "running" for launch in self.run.values())
+
     def __contains__(self, name: object) -> bool:
         return name in self.reader.tables()
 

@@ -14,6 +14,7 @@ __all__ = [
     "counted",
     "every_nth",
     "group_title",
+    "how_to_profile",
     "is_installed",
     "named",
     "place_in_code",
@@ -66,6 +67,11 @@ def as_recorded(why: str) -> Text:
     """Return a collector's or agent's English text, with its quote after a colon; known words translate."""
     head, _, quoted = why.partition(": ")
     return text("{file}: {why}", file=Text(head, {}), why=Text(quoted, {})) if quoted else Text(why, {})
+
+
+def how_to_profile() -> Text:
+    """Return the commands that record a profiled window, of a job that may have ended."""
+    return text("rankscope run --profile-steps A-B, or rankscope trigger RUN while the job runs")
 
 
 def place_in_code(function: str, file: str, line: int) -> str:

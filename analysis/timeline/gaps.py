@@ -8,6 +8,7 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Clock, Gap
 from rankscope.analysis.text.message import Text, joined, text
+from rankscope.analysis.text.phrases import how_to_profile
 from rankscope.analysis.timeline.hang_progress import given_up
 from rankscope.analysis.timeline.host_breakdown import InvariantError
 from rankscope.analysis.timeline.steps import CAPTURE
@@ -82,7 +83,8 @@ def timing_gaps(records: pl.DataFrame) -> list[Gap]:
     why = text(
         "torch's Flight Recorder has no durations, so stragglers and bandwidth are unknown; "
         "TORCH_NCCL_ENABLE_TIMING=1 records them (with CUDA_DEVICE_MAX_CONNECTIONS=1 communication then overlaps "
-        "less: for a short run only), or rankscope trigger for a few steps"
+        "less: for a short run only), as does a profiled window ({how})",
+        how=how_to_profile(),
     )
     return [Gap(table="flight_records", rank=None, node=None, count=len(records), why=why)]
 

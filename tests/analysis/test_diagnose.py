@@ -68,11 +68,16 @@ def test_healthy_run_says_so_and_says_what_it_could_have_seen():
     report = diagnose(run({0: 40, 1: 40, 2: 40, 3: 40}))
     assert report.verdict == (
         "Unexplained: exposed communication takes 8.3 % of the 120 ms step in 10 analyzed steps of 4 ranks, most in "
-        "allreduce; rankscope trigger RUN --count 10 records what ranks and devices do meanwhile."
+        "allreduce; rankscope run --profile-steps A-B records what ranks and devices do meanwhile."
     )
     assert report.status == "amber"
     assert report.findings == ()
     assert {h.detector: h.resolution_ns for h in report.healthy}["slow_rank"] == round(0.03 * 120 * MS)
+
+
+def test_a_job_that_still_runs_can_be_profiled_now():
+    trace = replace(run({0: 40, 1: 40, 2: 40, 3: 40}), run={0: {"state": "running"}})
+    assert "; rankscope trigger RUN --count 10 records what ranks and devices do" in diagnose(trace).verdict
 
 
 def test_a_run_too_noisy_for_a_finding_says_so_in_the_verdict():

@@ -450,10 +450,10 @@ def test_host_that_sets_the_pace_is_named_with_its_possible_cost_and_how_to_know
     said = reasons_of(report)["host_bound"]
     assert said.startswith("host-bound in 96.2 % of the step")
     assert "devices may be idle for up to 96.2 % of the step" in said
-    assert said.endswith("rankscope trigger RUN --count 3")
+    assert said.endswith("rankscope run --profile-steps A-B, or rankscope trigger RUN while the job runs")
     assert "; devices may be idle for up to 96.2 % of the step" in report.verdict
     sampled = diagnosed(tmp_path / "sampled", host=250, waits=True, sampled=True)
-    assert "--count 3 measures (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
+    assert "--profile-steps A-B measures (the hosts are mostly at train.py:5 (launch))" in sampled.verdict
     assert "Host-bound in 96.2 % of the step" in rankscope_("report", tmp_path).stdout
     assert "Host-bound in 96.2 % of the step" in (tmp_path / "report.html").read_text()
 

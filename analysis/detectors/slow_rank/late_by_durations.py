@@ -21,7 +21,7 @@ from rankscope.analysis.metrics.step_matrix import (
 )
 from rankscope.analysis.model.parts import APART, MIXED
 from rankscope.analysis.text.message import plural, text
-from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.phrases import how_to_profile, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.pipeline_ops import replicas
@@ -149,13 +149,14 @@ def refuse_hidden(waited_for: WaitedFor, thresholds: Thresholds) -> None:
                     text(
                         "{who} arrives last at {last} of {operations} collectives and the others wait {least} per "
                         "step for it, or {most} ({share} of the step) if no wait is hidden by computation, which was "
-                        "not recorded; rankscope trigger shows it",
+                        "not recorded; a profiled window shows it ({how})",
                         who=named("rank", members[row]),
                         last=int(late.last[row]),
                         operations=int(late.operations[row]),
                         least=duration(estimate(late.least[row], TRIM).ns),
                         most=duration(most.ns),
                         share=percent(most.ns / grid.step_ns),
+                        how=how_to_profile(),
                     )
                 )
 

@@ -11,7 +11,7 @@ from rankscope.analysis.detectors.slow_rank.shape import Slow, Steps
 from rankscope.analysis.metrics.step_matrix import TRIM, Floats, StepGrid, estimate
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.text.message import Text, plural, text
-from rankscope.analysis.text.phrases import every_nth, named
+from rankscope.analysis.text.phrases import every_nth, how_to_profile, named
 from rankscope.analysis.text.units import duration, percent
 
 __all__ = ["advice_on", "finding_of", "late_finding"]
@@ -60,12 +60,13 @@ def late_finding(waited_for: WaitedFor, late: Late, steps: pl.DataFrame, proxies
     if late.factor is None:
         place = where.get(layer, text("before collectives"))
         advice = plural(
-            "See what only {ranks} does before its collectives: rankscope trigger records a few steps of it. Compare "
+            "See what only {ranks} does before its collectives, in a profiled window ({how}). Compare "
             "its GPU (clocks, temperature, throttling) and its host with the others.",
-            "See what only {ranks} do before their collectives: rankscope trigger records a few steps of them. Compare "
+            "See what only {ranks} do before their collectives, in a profiled window ({how}). Compare "
             "their GPUs (clocks, temperature, throttling) and their hosts with the others.",
             len(late.ranks),
             ranks=named("rank", late.ranks),
+            how=how_to_profile(),
         )
     else:
         place = text("all that it computes")
