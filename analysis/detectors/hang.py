@@ -310,8 +310,11 @@ def _root_causes(state: _State, waits: Mapping[int, frozenset[int]], unsure: Con
             subject=_subject(idle),
             awaited_in=awaited_in,
         )
-        advice = text(
-            "Look at the host's stacks of {idle}: nothing is outstanding on the device.", idle=named("rank", idle)
+        advice = plural(
+            "Look at the host's stacks of {idle}: no operation of it is outstanding.",
+            "Look at the hosts' stacks of {idle}: no operation of theirs is outstanding.",
+            len(idle),
+            idle=named("rank", idle),
         )
         findings.append(_finding(state, waits, idle, title, advice))
     alone = [rank for ranks in stuck for rank in ranks if _others_finished(state, rank)]

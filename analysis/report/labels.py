@@ -301,7 +301,7 @@ _ENGLISH: dict[str, str] = {
     "gaps.why": "why",
     "gaps.where": "{0}: {1}",
     "gaps.everywhere": "everywhere",
-    "gaps.rows": "{0} rows missing",
+    "gaps.rows": "{0} missing",
     "gaps.more": "and {0} more, of {1} in total: see the full report",
     # clocks
     "clocks": "Clocks",

@@ -34,7 +34,14 @@ from rankscope.analysis.model.parts import BEGAN_LATE, IDLE_LABELS, LEFT_LATE, p
 from rankscope.analysis.report.labels import detector_name, part_short, say, together
 from rankscope.analysis.text.message import spoken, text, translated
 from rankscope.analysis.text.phrases import counted, how_to_profile, named, place_in_code, some_ranges
-from rankscope.analysis.text.units import duration, duration_with_error, percent, percent_at_most, ranges
+from rankscope.analysis.text.units import (
+    duration,
+    duration_with_error,
+    percent,
+    percent_at_least,
+    percent_at_most,
+    ranges,
+)
 
 __all__ = [
     "STATE_COLUMNS",
@@ -147,7 +154,8 @@ def head_facts(report: Report) -> list[str]:
         peak = report.utilisation.peak_flops / 1e12 / len(report.ranks)
         share = report.utilisation.counted
         key = "mfu" if share is None else "hfu" if share >= COUNTED else "hfu.least"
-        facts.append(say(f"head.{key}", percent(report.utilisation.mfu), peak, percent(share or 0.0)))
+        share_of_peak = (percent if key != "hfu.least" else percent_at_least)(report.utilisation.mfu)
+        facts.append(say(f"head.{key}", share_of_peak, peak, percent(share or 0.0)))
     return [*facts, say("source", report.source)]
 
 
@@ -392,7 +400,9 @@ def evidence(seen: Evidence) -> str:
 def gap_extent(group: GapGroup) -> str:
     """Return the place and, if known, the number of rows, in words."""
     concerned = who(group.ranks, group.nodes) if group.ranks or group.nodes else say("gaps.everywhere")
-    return concerned if group.count is None else together(", ", (concerned, say("gaps.rows", group.count)))
+    return (
+        concerned if group.count is None else together(", ", (concerned, say("gaps.rows", counted(group.count, "row"))))
+    )
 
 
 STATE_COLUMNS = ("rank", "group", "enqueued", "started", "completed", "op", "state", "frame")

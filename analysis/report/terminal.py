@@ -186,7 +186,7 @@ def _findings(view: View, findings: Sequence[FindingView]) -> list[RenderableTyp
     for shown in findings:
         facts = ((fact.name, _text(fact.value, "bold" if fact.key == COST else "")) for fact in shown.facts)
         blocks += [_finding_title(shown), _indented(_pairs(facts))]
-    return [*blocks, _indented(_text(say("finding.error"), "dim"))]
+    return [*blocks, *([_indented(_text(view.error_note, "dim"))] if view.error_note else [])]
 
 
 def _finding_title(shown: FindingView) -> Text:

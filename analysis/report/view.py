@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.report import phrases
 from rankscope.analysis.report.labels import detector_name, part_label, part_meaning, say, together
 from rankscope.analysis.text.phrases import some_ranges
@@ -87,6 +88,7 @@ class View:
     warning: str
     findings: tuple[FindingView, ...]
     no_finding: str
+    error_note: str  # what ± means; empty where no finding has one
     sections: tuple[Section, ...]
 
     def of(self, *keys: str) -> tuple[Section, ...]:
@@ -123,6 +125,7 @@ def view_of(report: Report) -> View:
         warning=_warning(report),
         findings=tuple(_finding(report, number, finding) for number, finding in enumerate(report.findings, 1)),
         no_finding="" if report.findings else phrases.no_finding(report),
+        error_note="" if all(map(is_standstill, report.findings)) else say("finding.error"),
         sections=sections,
     )
 

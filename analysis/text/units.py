@@ -14,6 +14,7 @@ __all__ = [
     "duration",
     "duration_with_error",
     "percent",
+    "percent_at_least",
     "percent_at_most",
     "ranges",
     "rounded",
@@ -64,6 +65,11 @@ def duration_with_error(ns: float, error_ns: float) -> str:
 def percent_at_most(fraction: float) -> str:
     """Return an upper bound of a share: up to 99.9 %, not up to > 99.9 %."""
     return percent(min(fraction, 0.999))
+
+
+def percent_at_least(fraction: float) -> str:
+    """Return a lower bound of a share: at least 0.04 %, not at least < 0.1 %."""
+    return f"{fraction * 100:.1g} %" if 1e-6 <= fraction < 0.001 else percent(fraction)
 
 
 def percent(fraction: float | None) -> str:

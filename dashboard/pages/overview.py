@@ -73,7 +73,7 @@ def _findings(run: str, view: View, split: digest.Breakdown) -> list[Children]:
     if not view.findings:
         return [html.P(view.no_finding)]
     shown = (_finding(run, view.report, split, shown) for shown in view.findings)
-    return [*shown, quiet(say("finding.error")), _away(run, "findings")]
+    return [*shown, *([quiet(view.error_note)] if view.error_note else []), _away(run, "findings")]
 
 
 def _finding(run: str, report: Report, split: digest.Breakdown, shown: FindingView) -> Children:

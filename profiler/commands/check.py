@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from rankscope.analysis.text.message import speaking, spoken, text
+from rankscope.analysis.text.phrases import counted
 from rankscope.profiler.options import Json, Lang, Runs, Steps, World, part_of, write
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _text(report: Report, outcome: str, failures: Sequence[str], unseen: Sequenc
     yield heads[outcome]
     yield from [*failures, *(text("not seen: {what}", what=what) for what in unseen)] or [report.verdict]
     yield text(
-        "{healthy} checks found nothing, {skipped} were not made (rankscope report)",
-        healthy=len(report.healthy),
+        "{healthy} found nothing; not made: {skipped} (rankscope report)",
+        healthy=counted(len(report.healthy), "check"),
         skipped=len(report.not_checked),
     )

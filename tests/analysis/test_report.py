@@ -31,7 +31,15 @@ from rankscope.analysis.model.finding import (
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.report.view import view_of
-from rankscope.analysis.text.units import duration, duration_with_error, percent, ranges, rounded, shares
+from rankscope.analysis.text.units import (
+    duration,
+    duration_with_error,
+    percent,
+    percent_at_least,
+    ranges,
+    rounded,
+    shares,
+)
 from support.report_schema import SCHEMA, check
 
 MS = 1_000_000
@@ -149,6 +157,7 @@ def with_gaps() -> Report:
             Gap(table="collectives", rank=0, node=0, count=100, why="the ring was full"),
             Gap(table="collectives", rank=1, node=0, count=23, why="the ring was full"),
             Gap(table="counters", rank=None, node=1, count=None, why="no RDMA devices"),
+            Gap(table="regions", rank=4, node=0, count=1, why="the file was cut"),
         ),
         clocks=(
             Clock(node=0, offset_ns=0, drift_ppm=0.0, error_ns=0, source="reference"),
@@ -248,6 +257,10 @@ def test_percent_never_rounds_a_rest_away():
         "100 %",
     ]
     assert percent(float("nan")) == "?"
+
+
+def test_a_lower_bound_of_a_share_is_a_number():
+    assert [percent_at_least(f) for f in (0, 0.00042, 0.042)] == ["0 %", "0.04 %", "4.2 %"]
 
 
 def test_ranges_name_every_number():
@@ -377,6 +390,7 @@ def test_a_job_that_hangs_has_no_cost_per_step():
         assert "everything: the job makes no progress" in text
         assert "0 ns per step" not in text
         assert "0 ± " not in text
+        assert "± is the 95 % confidence interval over" not in text  # where no ± is shown
 
 
 def test_short_form_shows_where_the_step_goes():
@@ -421,6 +435,7 @@ def test_terminal_shows_gaps_and_missing_ranks(render):
     text = one_line(render(with_gaps()))
     assert "Not recorded: ranks 3,5." in text
     assert "collectives ranks 0,1, 123 rows missing: the ring was full" in text
+    assert "regions rank 4, 1 row missing: the file was cut" in text
     assert "no RDMA devices" in text
 
 

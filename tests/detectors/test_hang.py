@@ -48,6 +48,8 @@ def test_rank_that_does_not_come_to_an_operation_is_named():
     """Ranks 0, 1 and 3 are in all-reduce 5; rank 2 has finished 4 and enqueued no more."""
     tables = state((0, ALL, 5, 4), (1, ALL, 5, 4), (2, ALL, 4, 4), (3, ALL, 5, 4))
     assert named(tables) == [((2,), "Rank 2 does not reach allreduce number 5 of all")]
+    (found,) = hang.detect(**tables)
+    assert found.advice == "Look at the host's stacks of rank 2: no operation of it is outstanding."
 
 
 ALIKE = {"dtype": "float32", "size_bytes": 400}

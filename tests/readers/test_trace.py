@@ -43,7 +43,7 @@ def test_an_end_that_came_late_is_joined_and_one_that_never_came_is_a_gap(tmp_pa
         (1, None, "allreduce"),
         (2, 50, "allreduce"),
     ]
-    assert [(g.rank, g.count, g.why) for g in trace.gaps()] == [(0, 1, "the end of 1 collectives was never seen")]
+    assert [(g.rank, g.count, g.why) for g in trace.gaps()] == [(0, 1, "the end of 1 collective was never seen")]
 
 
 def test_a_file_that_was_written_before_a_column_was_added_opens_beside_a_new_one(tmp_path):

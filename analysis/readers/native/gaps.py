@@ -130,7 +130,9 @@ def open_ends(unended: pl.DataFrame, flight_records: pl.DataFrame) -> list[Gap]:
             rank=rank,
             node=None,
             count=n,
-            why=text("the end of {n} collectives was never seen", n=n),
+            why=plural(
+                "the end of {n} collective was never seen", "the ends of {n} collectives were never seen", n, n=n
+            ),
         )
         for rank, n in counts.iter_rows()
     ]
