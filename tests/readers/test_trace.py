@@ -217,7 +217,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(tmp_path):
     write_run(run)
     with pytest.raises(BadInput, match=r"holds 1: give one of them, the newest is .*20261121-x"):
         Trace.open(tmp_path)
-    with pytest.raises(BadInput, match="no rank reported: the agent ended before the first rank"):
+    with pytest.raises(BadInput, match="no rank reported: the job made no process group, or the agent ended before it"):
         Trace.open(run)
     write(run, "gaps", "node=0", [{"table": "ranks", "source": "agent", "why": "no rank reported: recording is off"}])
     with pytest.raises(BadInput, match="-x: no rank reported: recording is off"):

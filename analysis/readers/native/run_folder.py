@@ -266,7 +266,7 @@ class NativeReader:
     def why_no_rank(self) -> str:
         """Return the agent's reason for ranks that never came."""
         said = [gap.why for gap in recorded_gaps(self._stored) if gap.table == "ranks"]
-        return said[0] if said else "no rank reported: the agent ended before the first rank"
+        return said[0] if said else "no rank reported: the job made no process group, or the agent ended before it"
 
 
 def _kept_since(run: Mapping[int, Mapping[str, Any]], nodes: Container[int]) -> dict[int, int]:
