@@ -183,7 +183,9 @@ def kept_parameters(ops: pl.DataFrame, wired: Wiring, changes: Changes) -> Chang
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Into how many equal parts each bucket of gradients goes, `before` it the one that was reduced before in the step.
+    """Into how many equal parts each bucket of gradients goes, `before` it the one that was called before in the step.
+
+    `earlier` is the one that ended before, `NONE` where there is none: gloo moves two at once.
 
     `share` is what one part takes of what the bucket's transfer takes. With `at_end` all gradients of a bucket are
     ready when its last is, else one after the other since the bucket before was.
@@ -191,6 +193,7 @@ class Pieces:
 
     bucket: Ints  # instances
     before: Ints
+    earlier: Ints
     parts: Ints  # two at least
     share: Floats
     at_end: bool
@@ -200,14 +203,15 @@ def split(pieces: Pieces, wired: Wiring, changes: Changes, ends: Floats) -> Chan
     """Each part is reduced when its gradients are ready on all ranks, and the part before has been; `ends` of nodes."""
     edges = Edges()
     duration = changes.duration_ns.copy()
-    node, earlier = (transfers(wired.graph, of) for of in (pieces.bucket, pieces.before))
+    node, earlier = (transfers(wired.graph, of) for of in (pieces.bucket, np.maximum(pieces.earlier, 0)))
     duration[node] *= pieces.share
     # All parts of a bucket but the last are new nodes, numbered from `first` on.
     count = pieces.parts - 1
     first = len(duration) + np.cumsum(count) - count
     part, of = spread(first, count)
     number = 1 + part - first[of]
-    edges.tie(part, np.where(number == 1, earlier[of], part - 1))
+    follows = (number > 1) | (pieces.earlier != NONE)[of]
+    edges.tie(part[follows], np.where(number == 1, earlier[of], part - 1)[follows])
     edges.tie(node, first + count - 1)
     # So is the time until a part's gradients are ready on a rank.
     ready, side_of = wired.ready

@@ -215,7 +215,11 @@ class Rerun:
         of = ["group_id", "step"]
         merged = merged_buckets(self.buckets, cap)
         seen = self.operations["instance_id"].to_numpy()[self._transfers != NONE]
-        large = self.buckets.with_columns(_before=pl.col("instance_id").shift(1).over(of)).filter(
+        node = self._bucket_nodes()
+        ended = self.buckets.with_columns(_end=self.host.graph.end_ns[node]).sort("group_id", "step", "_end")
+        earlier = ended.select("instance_id", _earlier=pl.col("instance_id").shift(1).over(of))
+        ordered = self.buckets.join(earlier, on="instance_id", how="left", maintain_order="left")
+        large = ordered.with_columns(_before=pl.col("instance_id").shift(1).over(of)).filter(
             pl.col("size_bytes") > cap,
             pl.col("_before").is_not_null(),
             pl.Series(np.isin(self.buckets["instance_id"].to_numpy(), seen)),
@@ -223,12 +227,13 @@ class Rerun:
         if len(np.unique(merged)) < len(merged) or large.is_empty():
             return None
         size = self.buckets["size_bytes"].to_numpy().astype(np.float64)
-        latency_ns, ns_per_byte = latency_and_rate(size, self.host.graph.duration_ns[self._bucket_nodes()])
+        latency_ns, ns_per_byte = latency_and_rate(size, self.host.graph.duration_ns[node])
         sizes = large["size_bytes"].to_numpy().astype(np.float64)
         parts = np.ceil(sizes / cap).astype(np.int64)
         share = (latency_ns + ns_per_byte * sizes / parts) / (latency_ns + ns_per_byte * sizes)
-        bucket, before = (large[name].cast(pl.Int64).to_numpy() for name in ("instance_id", "_before"))
-        return Pieces(bucket, before, parts, share, at_end=False)
+        names = ("instance_id", "_before", "_earlier")
+        bucket, before, earlier = (large[name].cast(pl.Int64).fill_null(NONE).to_numpy() for name in names)
+        return Pieces(bucket, before, earlier, parts, share, at_end=False)
 
     def _bucket_nodes(self) -> Ints:
         """Return the transfer of each bucket."""

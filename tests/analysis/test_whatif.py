@@ -282,6 +282,12 @@ def test_smaller_buckets_begin_while_the_rest_of_their_gradients_is_computed(tmp
     assert gain.uncertainty_ns / MS == pytest.approx((8 + 2) / 2, abs=1e-6)
 
 
+def test_buckets_of_which_one_ends_before_the_one_called_before_it_can_be_cut(tmp_path):
+    """The third ends at 103, the second at 112: as gloo moves two at once. The second's parts follow the third too."""
+    gain = run_of(three_buckets(tmp_path, (4, 30, 1))).gain("bucket-mb:8")
+    assert gain.gain_ns <= 0
+
+
 @pytest.mark.parametrize(
     ("fix", "saved_ms"),
     [
