@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 from rankscope.errors import BadFix
 
-__all__ = ["SCHEDULES", "VANISHING", "Fix", "check_form", "together"]
+__all__ = ["SCHEDULES", "VANISHING", "Fix", "check_form", "refused", "together"]
 
 VANISHING = ("gc", "input", "compile", "checkpoint", "host")  # parts of the step that take no time
 SCHEDULES = ("overlap", "prefetch", "reshard")  # when communication happens
 _FORM = re.compile(
-    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}(?:,node\d{1,9})*|op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
-    rf"overlap:[^:]+(?::\w+)?|prefetch:[1-9]\d?|reshard:off|balance|{'|'.join(VANISHING)})"
+    r"(?:rank:\d{1,9}(?:,\d{1,9})*|(?:node|stage):\d{1,9}|link:node\d{1,9}(?:-node\d{1,9}|(?:,node\d{1,9})*)|"
+    r"op:\w+=\d*\.?\d+|bucket-mb:\d*\.?\d+|"
+    rf"overlap:[^:]+(?::\w+)?|prefetch:[1-9]\d?|reshard:off|balance(?::stages)?|{'|'.join(VANISHING)})"
 )
 
 
@@ -69,8 +70,13 @@ def check_form(written: str) -> None:
     """Raise `BadFix`, without a run, if no run may have such a fix."""
     if not _FORM.fullmatch(written):
         kinds = f"rank:2, rank:2,5, node:1, balance, stage:3, link:node1, op:allreduce=0.5, {', '.join(VANISHING)}"
-        schedules = "overlap:GROUP:OPERATION, prefetch:1, reshard:off"
+        schedules = "balance:stages, overlap:GROUP:OPERATION, prefetch:1, reshard:off"
         raise BadFix(f"no fix is written '{written}'; there are {kinds}, bucket-mb:50, {schedules}")
+
+
+def refused(fix: Fix, why: str, possible: Sequence[str]) -> BadFix:
+    """Return the error that a run cannot have this fix."""
+    return BadFix(f"cannot fix '{fix}' in this run: {why}; possible: {', '.join(possible)}")
 
 
 def together(written: Sequence[str]) -> list[str]:

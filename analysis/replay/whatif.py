@@ -24,7 +24,7 @@ from rankscope.analysis.replay.communication import (
     split,
 )
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
-from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix
+from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix, refused
 from rankscope.analysis.replay.gradient_buckets import gradient_buckets, latency_and_rate, merged_buckets
 from rankscope.analysis.replay.graph import Changes, Floats, Ints, Shorts, operations_before, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
@@ -52,6 +52,17 @@ __all__ = ["MAX_ERROR", "PipelineRerun", "Rerun", "rerun"]
 
 MAX_ERROR = 0.05  # a replay that is further off, in the median over steps, predicts nothing
 _TWICE_THE_USUAL = 50  # MiB; DDP's own bucket_cap_mb is 25
+
+_WHY_NOT = {
+    "rank": "it has no such rank beside others that do the same",
+    "node": "it has no such node beside others that do the same",
+    "stage": "it has no such stage of a pipeline beside others",
+    "balance": "it has one rank only, or no pipeline's stages",
+    "link": "no traffic between such nodes was recorded",
+    "op": "it has no such operation",
+    "bucket-mb": "no step has two buckets of gradients or more",
+    **dict.fromkeys(VANISHING, "no time is lost to it"),
+}
 
 Bools = NDArray[np.bool_]
 
@@ -172,7 +183,7 @@ class Rerun:
         }
         fixed = kinds[fix.kind](fix, duration) if fix.kind in kinds else None
         if fixed is None:
-            raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+            raise refused(fix, _WHY_NOT.get(fix.kind, "no run has it"), self.possible())
         return fixed
 
     # ---- when communication happens
@@ -472,7 +483,8 @@ class PipelineRerun:
         for fix in fixes:
             fixed = self._fixed(Fix.parse(fix), duration)
             if fixed is None:
-                raise BadFix(f"cannot fix '{fix}' in this run; possible: {', '.join(self.possible())}")
+                why = "only a pipeline's operations were recorded, and it changes none of them"
+                raise refused(Fix.parse(fix), why, self.possible())
             duration = fixed
         saved = ends(self.grid.plan, self.whatif.actual_ns) - ends(self.grid.plan, duration)
         return _gain(fixes, self.step_ns, saved, self.fidelity)

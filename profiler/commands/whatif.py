@@ -3,8 +3,10 @@
 The recorded steps are replayed with the fixes put in. Fixes: rank:2, rank:2,5 and node:1 (their compute time becomes
 the median of the others), balance (all ranks' compute time becomes the mean), link:node1 or link:node1,node4 (transfers
 at the speed of other links), op:allreduce=0.5 (takes half, 0: nothing), gc, input, compile, checkpoint and, on devices,
-host (take no time), stage:3 (of a pipeline: its operations as long as those of the others), bucket-mb:50 (DDP's buckets
-of gradients are merged up to that size; the same as --bucket-mb 50).
+host (take no time), stage:3 (of a pipeline: its operations as long as those of the others), balance:stages (all stages
+have as much to do), bucket-mb:50 (DDP's buckets of gradients are merged or cut to that size; the same as --bucket-mb
+50), overlap:GROUP:OPERATION (what is exposed of it is hidden behind compute), prefetch:1 (parameters are gathered that
+many gathers earlier), reshard:off (they are not gathered again in backward).
 
 Example: rankscope whatif runs/NAME --fix rank:2
 """
@@ -32,7 +34,7 @@ def command(
     run: Runs,
     fix: Annotated[list[str] | None, typer.Option("--fix", help="Fix to simulate (repeatable).")] = None,
     bucket_mb: Annotated[
-        float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb, larger than now.")
+        float | None, typer.Option("--bucket-mb", help="DDP's bucket_cap_mb instead of the recorded one.")
     ] = None,
     steps: Steps = None,
     world: World = None,
@@ -71,12 +73,13 @@ def command(
 def _print(step_ns: float, fidelity: Fidelity, gains: list[Gain]) -> None:
     from rankscope.analysis.text.units import duration, duration_with_error, percent
 
+    mean = round(100 * fidelity.mean_error, 1)
     met = text(
-        "{steps} steps met within {median:.1f} % (median), {p90:.1f} % (90th percentile); mean step {mean:+.1f} %",
+        "{steps} steps met within {median:.1f} % (median), {p90:.1f} % (90th percentile); mean step {mean} %",
         steps=fidelity.steps,
         median=100 * fidelity.median_error,
         p90=100 * fidelity.p90_error,
-        mean=100 * fidelity.mean_error,
+        mean=f"{mean:+.1f}" if mean else "0.0",
     )
     now = text("{step}, mean over the analyzed steps", step=duration(step_ns))
     print(aligned([(text("step now"), "", now), (text("replay"), "", met)]) + "\n")

@@ -48,6 +48,11 @@ def test_single_ranks_are_fixed_together():
     assert together(["rank:3", "gc", "rank:5"]) == ["gc", "rank:3,5"]
 
 
+@pytest.mark.parametrize("written", ["link:node0-node1", "link:node0,node2", "balance:stages", "overlap:dp:allreduce"])
+def test_what_some_run_can_have_passes(written):
+    check_form(written)
+
+
 @pytest.mark.parametrize("written", ["rank:", "rank:x", "node:1,2", "link:1", "op:allreduce", "prefetch:0", "speed"])
 def test_what_no_run_can_have_is_refused(written):
     with pytest.raises(BadFix, match="no fix is written"):

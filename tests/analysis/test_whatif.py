@@ -8,6 +8,7 @@ import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.metrics.links import LINKS
+from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.replay.graph import replay
 from rankscope.analysis.replay.host_graph import fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.whatif import rerun
@@ -15,6 +16,7 @@ from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from rankscope.collectors.schema import SCHEMA_VERSION
 from rankscope.errors import BadFix, NotReplayable
+from rankscope.profiler.commands import whatif
 from support.command_line import MS, rankscope_
 from support.ddp_run import STEPS, record, write
 from support.paths import DATA
@@ -163,9 +165,23 @@ def test_operations_that_ran_at_once_both_wait_for_the_last_rank(tmp_path):
 
 def test_fix_that_a_run_does_not_allow_is_answered_with_those_it_does(tmp_path):
     run = run_of(record(tmp_path, {0: 40, 1: 70}))
-    for fix in ("rank:7", "gc", "op:allgather=0", "op:allreduce", "node:1", "link:node1", "stage:0", "nonsense"):
-        with pytest.raises(BadFix, match=r"possible: rank:0 … rank:1, balance, op:allreduce=0$"):
+    reasons = {
+        "rank:7": "it has no such rank beside others that do the same",
+        "gc": "no time is lost to it",
+        "op:allgather=0": "it has no such operation",
+        "op:allreduce": "it has no such operation",
+        "node:1": "it has no such node beside others that do the same",
+        "link:node1": "no traffic between such nodes was recorded",
+        "stage:0": "it has no such stage of a pipeline beside others",
+        "bucket-mb:50": "no step has two buckets of gradients or more",
+        "nonsense": "no run has it",
+    }
+    for fix, why in reasons.items():
+        with pytest.raises(BadFix) as refused:
             run.gain(fix)
+        assert str(refused.value) == (
+            f"cannot fix '{fix}' in this run: {why}; possible: rank:0 … rank:1, balance, op:allreduce=0"
+        )
 
 
 @pytest.mark.needs_data
@@ -315,6 +331,11 @@ def test_wait_whose_operation_was_stamped_late_still_ends_with_it(tmp_path):
     """Two of three buckets end while rank 0 waits; the third, 3 ms after the wait is over, is what it waited for."""
     gain = run_of(three_buckets(tmp_path, slower=30, stamped_late=3)).gain("rank:1")
     assert gain.gain_ns / MS == pytest.approx(30, abs=1e-6)
+
+
+def test_a_mean_error_that_rounds_to_nothing_has_no_sign_of_a_loss(capsys):
+    whatif._print(1e6, Fidelity(steps=2, median_error=0.0, p90_error=0.0, mean_error=-0.0001), [])
+    assert "mean step 0.0 %" in capsys.readouterr().out
 
 
 def test_buckets_that_cannot_be_replayed_are_refused_with_the_reason(tmp_path):
