@@ -13,7 +13,10 @@ __all__ = ["is_hidden"]
 # Installed packages may lie in a folder of the library's.
 _OWN = tuple(
     os.path.join(folder, "")
-    for folder in (os.path.dirname(sys.modules["torch"].__file__ or "-"), os.path.dirname(os.path.dirname(__file__)))
+    for folder in (
+        os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "/-/"),
+        os.path.dirname(os.path.dirname(__file__)),
+    )
 )
 _STDLIB = os.path.join(sysconfig.get_path("stdlib"), "")
 _UNNAMED = ("<frozen ", "<eval_with_key")

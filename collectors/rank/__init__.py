@@ -19,8 +19,12 @@ class Collector:
     tables: the tables it writes rows of.
     start: installs its hooks. An exception switches it off.
     stop: removes them without a trace.
+    needs_gpu: whether it records nothing on a machine without one.
+    lacks: returns what else is not there, so that it records nothing on this machine; empty where nothing is lacking.
     """
 
     tables: tuple[str, ...]
     start: Callable[[Emit], None]
     stop: Callable[[], None]
+    needs_gpu: bool = False
+    lacks: Callable[[], str] = str

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -57,4 +58,8 @@ def _restore(engine: Foreign, instruction: Foreign, method: str, undo: Callable[
     engine._INSTRUCTION_MAP[instruction] = engine.__dict__[method]
 
 
-collector = Collector(tables=("regions",), start=start, stop=stop)
+def _lacks() -> str:
+    return "" if find_spec("deepspeed") else "DeepSpeed is not installed"
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop, lacks=_lacks)

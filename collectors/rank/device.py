@@ -47,4 +47,4 @@ def stop() -> None:
     """Nothing was put in."""
 
 
-collector = Collector(tables=(), start=start, stop=stop)
+collector = Collector(tables=(), start=start, stop=stop, needs_gpu=True)

@@ -303,4 +303,4 @@ class _Marks:
             self._emit.gap("device_marks", "device_events", why, count=lost)
 
 
-collector = Collector(tables=("device_marks",), start=start, stop=stop)
+collector = Collector(tables=("device_marks",), start=start, stop=stop, needs_gpu=True)

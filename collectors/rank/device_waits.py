@@ -174,4 +174,4 @@ class _Waits:
         self._is_on, self._missed = self._step % self._stride == 0, False
 
 
-collector = Collector(tables=("device_marks",), start=start, stop=stop)
+collector = Collector(tables=("device_marks",), start=start, stop=stop, needs_gpu=True)

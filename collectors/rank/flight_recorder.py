@@ -154,4 +154,4 @@ class _Gate:
 _gate = _Gate()
 
 
-collector = Collector(tables=("flight_records",), start=start, stop=stop)
+collector = Collector(tables=("flight_records",), start=start, stop=stop, needs_gpu=True)

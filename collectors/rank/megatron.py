@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -73,4 +74,8 @@ def _first(output: Foreign) -> Foreign:
     return output[0] if isinstance(output, list) else output
 
 
-collector = Collector(tables=("regions",), start=start, stop=stop)
+def _lacks() -> str:
+    return "" if find_spec("megatron") else "Megatron-Core is not installed"
+
+
+collector = Collector(tables=("regions",), start=start, stop=stop, lacks=_lacks)

@@ -17,6 +17,7 @@ from rankscope.collectors.rank import Collector
 if TYPE_CHECKING:
     from rankscope.collectors.in_rank.session import Emit
 
+_NOT_BUILT = "NCCL's profiler plugin is not built: rankscope doctor --build"
 _LOSSES = {  # counters of the plugin, and what they count
     "rankscope_nccl_lost": "more was under way at once than the plugin can follow",
     "rankscope_nccl_never_ended": "NCCL does not report what these proxies do (CollNet, copies, kernels)",
@@ -28,7 +29,7 @@ def start(emit: Emit) -> None:
     ours = built()
     given = os.environ.get(VARIABLE)
     if ours is None or given != str(ours):
-        why = "NCCL's profiler plugin is not built: rankscope doctor --build"
+        why = _NOT_BUILT
         if given:
             why = f"NCCL has another profiler plugin: {VARIABLE}={given}"
         emit.on_tick(emit.guard("nccl", _Told(emit, why)), needs_cuda=True)
@@ -81,4 +82,8 @@ class _Told:
             self._emit.gap(table, "nccl", why)
 
 
-collector = Collector(tables=("nccl_calls", "nccl_events"), start=start, stop=stop)
+def _lacks() -> str:
+    return "" if built() else _NOT_BUILT
+
+
+collector = Collector(tables=("nccl_calls", "nccl_events"), start=start, stop=stop, needs_gpu=True, lacks=_lacks)

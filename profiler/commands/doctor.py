@@ -151,8 +151,6 @@ def _collectors() -> Iterator[Check]:
     from rankscope.collectors.agent.node_sampler import Sampler
     from rankscope.collectors.topology import described
 
-    for module in pkgutil.iter_modules(rank.__path__):
-        yield Check(f"rank: {module.name}", True, text("runs in the training process"))
     sampler = Sampler(frozenset(), 1.0)
     sampler.start()
     sampler.finish()
@@ -160,11 +158,24 @@ def _collectors() -> Iterator[Check]:
     while not sampler.gaps.empty():
         source, why, _ = sampler.gaps.get()
         trouble[source] = why
+    no_gpu = _torch_without_gpus() or trouble.get("gpu", "")
+    for module in pkgutil.iter_modules(rank.__path__):
+        collector = importlib.import_module(f"{rank.__name__}.{module.name}").collector
+        problem = (no_gpu if collector.needs_gpu else "") or collector.lacks()
+        how = as_recorded(problem) if problem else text("runs in the training process")
+        yield Check(f"rank: {module.name}", not problem, how)
     for module in pkgutil.iter_modules(node.__path__):
         problem = trouble.get(module.name)
         yield Check(f"node: {module.name}", problem is None, as_recorded(problem) if problem else text("can be read"))
     for name, where in described(sampler.topology) if sampler.topology else ():
         yield Check(f"node: {name}", True, where)
+
+
+def _torch_without_gpus() -> str:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return "torch is built for CPUs only"
+    return ""
 
 
 def _native_hook() -> Iterator[Check]:

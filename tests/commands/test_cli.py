@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pkgutil
@@ -185,6 +186,14 @@ def test_doctor_names_what_cannot_be_recorded_and_why():
     assert not checks["into the ranks"]["ok"]
     assert "unset" in checks["into the ranks"]["detail"]
     assert all(check["detail"] for check in checks.values())
+    assert checks["rank: memory"]["ok"]
+    for package in ("deepspeed", "megatron"):
+        assert checks[f"rank: {package}"]["ok"] == bool(importlib.util.find_spec(package))
+    has_gpus = checks["node: gpu"]["ok"] and not checks["torch"]["detail"].endswith("+cpu")
+    for name in ("device", "device_events", "device_waits", "flight_recorder"):
+        assert checks[f"rank: {name}"]["ok"] == has_gpus
+        assert has_gpus or "GPU" in checks[f"rank: {name}"]["detail"] or "CPUs" in checks[f"rank: {name}"]["detail"]
+    assert not checks["rank: nccl"]["ok"] or has_gpus
     assert checks["compiled parts"]["ok"] == (json_scan._scan is not None)
 
 
