@@ -34,6 +34,7 @@ def command(
     from rankscope.analysis.diagnosis.conclude import report_on
     from rankscope.analysis.report import perfetto
     from rankscope.analysis.runs.trace import Trace
+    from rankscope.analysis.text.units import bytes_text
     from rankscope.analysis.timeline.build import build_timeline
     from rankscope.analysis.timeline.clocks import apply_clocks
 
@@ -58,7 +59,7 @@ def command(
         raise RankscopeError(f"cannot write {file}: {error.strerror or error}") from None
     finally:
         unfinished.unlink(missing_ok=True)
-    print(f"{file}: {events:,} events, {file.stat().st_size / 1e6:,.1f} MB; open it at https://ui.perfetto.dev")
+    print(f"{file}: {events:,} events, {bytes_text(file.stat().st_size)}; open it at https://ui.perfetto.dev")
 
 
 def _name(run: Path) -> str:

@@ -46,7 +46,9 @@ def command(
     if json == "-":
         return
     with speaking(lang):
-        print(aligned([_HEAD, *map(_row, held)], right=range(1, len(_HEAD))))
+        rows = list(map(_row, held))
+        head = _HEAD[: max(map(len, rows), default=len(_HEAD))]
+        print(aligned([head, *rows], right=range(1, len(head))))
         count = plural("{number} gap", "{number} gaps", len(gaps), number=len(gaps)) if gaps else text("no gaps")
         print(f"\n{spoken(count)}")
         for gap in gaps:
@@ -61,7 +63,7 @@ class _Held:
     rows: int
     ranks: int | None  # None: of nodes
     seconds: float | None  # None: not in order of time
-    size_bytes: int
+    size_bytes: int | None  # None: it is not stored, another tool's trace is read
 
 
 def _held(trace: Trace, name: str) -> _Held:
@@ -71,7 +73,7 @@ def _held(trace: Trace, name: str) -> _Held:
         rows=int(extent["rows"].sum()),
         ranks=None if table.partition == "node" else extent["rank"].drop_nulls().n_unique(),
         seconds=_seconds(extent) if table.order.endswith("_ns") else None,
-        size_bytes=int(extent["size_bytes"].sum()),
+        size_bytes=int(extent["size_bytes"].sum()) if trace.reader.folder else None,
     )
 
 
@@ -81,21 +83,27 @@ def _row(held: _Held) -> tuple[str, ...]:
         f"{held.rows:,}",
         "" if held.ranks is None else str(held.ranks),
         "" if held.seconds is None else f"{held.seconds:,.1f}",
-        f"{held.size_bytes / 1e6:,.2f} MB",
-        f"{held.size_bytes / held.rows:,.1f}" if held.rows else "",
+        *_sizes(held),
     )
 
 
+def _sizes(held: _Held) -> tuple[str, ...]:
+    from rankscope.analysis.text.units import bytes_text
+
+    if held.size_bytes is None:
+        return ()
+    return bytes_text(held.size_bytes), f"{held.size_bytes / held.rows:,.1f}" if held.rows else ""
+
+
 def _extent(trace: Trace, name: str) -> pl.DataFrame:
-    """rank, node, rows, size_bytes, first and last of a table's files, also where only a part of the run is read."""
+    """rank, node, rows, first and last of a table, and of a run folder's files, read in part or not, size_bytes."""
     import polars as pl
 
     if trace.reader.folder:
         return trace.reader.folder.extent(name)
     rows, order = trace.table(name).collect(), pl.col(TABLES[name].order)
     by = [owner for owner in ("rank", "node") if owner in rows.columns]
-    held = rows.group_by(by).agg(pl.len().alias("rows"), order.min().alias("first"), order.max().alias("last"))
-    return held.with_columns(size_bytes=0)
+    return rows.group_by(by).agg(pl.len().alias("rows"), order.min().alias("first"), order.max().alias("last"))
 
 
 def _seconds(extent: pl.DataFrame) -> float | None:

@@ -20,6 +20,7 @@ from rankscope.collectors.schema import REGION_KINDS, SCHEMA_VERSION
 from rankscope.profiler import commands, main
 from rankscope.profiler.commands import doctor
 from support.command_line import MS, RANK, rankscope_
+from support.kineto import kernel, text_of
 
 
 @pytest.fixture
@@ -84,7 +85,22 @@ def test_ls_shows_rows_ranks_seconds_and_gaps(run):
     done = rankscope_("ls", run)
     rows = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if line.startswith("re")}
     assert rows == {"regions": ["10", "1", "0.9"]}
+    assert re.search(r"size +bytes/row\n.* kB ", done.stdout, re.DOTALL)
     assert done.stdout.endswith("1 gap\n  rank 0, memory: not read\n")
+
+
+def test_ls_has_no_sizes_of_a_trace_that_another_tool_wrote(tmp_path):
+    (tmp_path / "rank0.json").write_text(text_of([kernel("gemm", 0, 10)]))
+    done = rankscope_("ls", tmp_path / "rank0.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].split() == ["table", "rows", "ranks", "seconds"]
+    assert "MB" not in done.stdout
+    (held,) = (
+        one
+        for one in json.loads(rankscope_("ls", tmp_path / "rank0.json", "--json").stdout)["tables"]
+        if one["table"] == "kernels"
+    )
+    assert (held["rows"], held["size_bytes"]) == (1, None)
 
 
 def test_report_prints_and_leaves_both_forms_in_the_run_folder(run):

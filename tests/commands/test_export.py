@@ -124,6 +124,7 @@ def export(run: Path, target: Path, *options: str) -> Opened:
     opened = Opened(target)
     events = len(opened.slices) + len(opened.arrivals) + sum(map(len, opened.counters.values()))
     assert done.stdout.startswith(f"{target}: {events:,} events, ")
+    assert " kB; open it at " in done.stdout
     return opened
 
 
