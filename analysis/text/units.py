@@ -81,9 +81,9 @@ def percent(fraction: float | None) -> str:
         return "?"
     if 0 < abs(fraction) < 0.001:
         return "< 0.1 %"
-    if 0.99 < fraction < 1:  # a rest is never rounded away
-        return "> 99.9 %" if fraction > 0.999 else f"{math.floor(fraction * 1000) / 10:.1f} %"
     value = fraction * 100
+    if fraction < 1 and f"{value:.1f}" == "100.0":  # a rest is never rounded away
+        return "> 99.9 %"
     return f"{value:.0f} %" if fraction == 0 or abs(value) >= 99.95 else f"{value:.1f} %"
 
 

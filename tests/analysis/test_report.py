@@ -248,11 +248,13 @@ def test_an_error_has_the_unit_of_its_value():
 
 
 def test_percent_never_rounds_a_rest_away():
-    assert [percent(f) for f in (0, 0.0004, 0.042, 0.21, 0.9996, 1)] == [
+    assert [percent(f) for f in (0, 0.0004, 0.042, 0.21, 0.9906, 0.9994, 0.9996, 1)] == [
         "0 %",
         "< 0.1 %",
         "4.2 %",
         "21.0 %",
+        "99.1 %",
+        "99.9 %",
         "> 99.9 %",
         "100 %",
     ]
