@@ -15,11 +15,11 @@ demo: $(INSTALLED)  ## record a small job with one slow rank, and say which
 test: $(INSTALLED)  ## all but the long ones and those that record jobs of their own
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone and not real_job and not long"
 
-test-all: $(INSTALLED) $(FRAMEWORKS)  ## all tests: what .ci/run runs
+test-all: $(INSTALLED) $(FRAMEWORKS)  ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest -m alone
 
-check: lint test-all
+check: lint test-all  ## what .ci/run runs
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

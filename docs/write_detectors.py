@@ -29,10 +29,13 @@ def render() -> str:
 
 def _page(name: str, module: ModuleType) -> str:
     parameters = inspect.signature(module.detect).parameters.values()
-    tables = ", ".join(f"`{p.name}`" for p in parameters if p.kind is not p.KEYWORD_ONLY)
-    thresholds = ", ".join(f"`{p.name}` = {p.default:_}" for p in parameters if p.kind is p.KEYWORD_ONLY)
-    lives_on = ", ".join(f"`{collector}`" for collector in module.detector.needs)
-    reads = f"**In JSON.** `{name}`.\n\n**Reads.** {tables}. Collectors: {lives_on}. Thresholds: {thresholds}."
+    lists = {
+        "**Reads.**": [f"`{p.name}`" for p in parameters if p.kind is not p.KEYWORD_ONLY],
+        "Collectors:": [f"`{collector}`" for collector in module.detector.needs],
+        "Thresholds:": [f"`{p.name}` = {p.default:_}" for p in parameters if p.kind is p.KEYWORD_ONLY],
+    }
+    shown = " ".join(f"{head} {', '.join(listed)}." for head, listed in lists.items() if listed)
+    reads = f"**In JSON.** `{name}`.\n\n{shown}"
     of_a_part = (other for others in module.detector.explains_by_part.values() for other in others)
     explained = dict.fromkeys((*module.detector.explains, *module.detector.explains_of_ranks, *of_a_part))
     if explained:
