@@ -26,11 +26,13 @@ from rankscope.analysis.timeline.parallelism import roles
 from rankscope.collectors.schema import LEFT_OFF, P2P_OPS
 from rankscope.errors import NotResolvable
 
-__all__ = ["ask", "least_fraction"]
+__all__ = ["ask", "least_fraction", "waits_unseen"]
 
 _Answer = TypeVar("_Answer")
 
 Tables = Mapping[str, pl.DataFrame]
+
+_SHOW_WAITS = ("collectives", "backward")  # collectors: without one of them a rank seems to compute while it waits
 
 
 def ask(
@@ -48,9 +50,8 @@ def ask(
     healthy: list[Healthy] = []
     not_checked: list[NotChecked] = []
     unseen = {name: why for name, why in reasons.items() if name not in tables}
-    switched_off = said.filter(pl.col("table") == "*", pl.col("count").is_null())
-    switched_off = switched_off.unique(["rank", "node", "source", "why"], maintain_order=True)
-    if "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1 and tables["collectives"].is_empty():
+    switched_off = _switched_off(said)
+    if _compares_ranks(tables) and tables["collectives"].is_empty():
         unseen["collectives"] = reasons["collectives"]  # so they wait for each other in what looks like computing
     answers: dict[str, list[Finding] | NotChecked] = {}
     for name in told(text("checks"), _in_order(modules), len(modules)):
@@ -60,7 +61,7 @@ def ask(
         try:
             answers[name] = found = _with_tables(detect, tables, reasons, answers)
             findings += found
-            blind = None if of_ops else _blind(name, module, switched_off, unseen)
+            blind = None if of_ops else _blind(name, module, tables, switched_off, unseen)
             if blind:
                 not_checked.append(blind)
             elif not found:
@@ -70,7 +71,8 @@ def ask(
                 healthy.append(Healthy(detector=name, resolution_ns=resolution_ns))
         except NotResolvable as reason:
             refused = NotChecked(detector=name, why=reason.args[0], unclear=reason.unclear)
-            unchecked = answers[name] = (None if of_ops else _blind(name, module, switched_off, unseen)) or refused
+            blind = None if of_ops else _blind(name, module, tables, switched_off, unseen)
+            unchecked = answers[name] = blind or refused
             not_checked.append(unchecked)
         except Exception as error:  # one broken detector must not take the others' findings away
             why = text("the detector failed: {kind}: {error}", kind=type(error).__name__, error=error)
@@ -80,10 +82,26 @@ def ask(
     return findings, healthy, not_checked
 
 
+def waits_unseen(tables: Tables, said: pl.DataFrame) -> bool:
+    """Say whether ranks may wait for each other in what looks like computing, since what would show it is missing."""
+    is_off = _switched_off(said)["source"].is_in(_SHOW_WAITS).any()
+    return _compares_ranks(tables) and (tables["collectives"].is_empty() or is_off)
+
+
 def least_fraction(name: str, tables: Tables) -> float:
     """Return the share of the step from which on a detector reports, as it judges this source."""
     detect, _ = _of_ops(name, tables) or (detectors()[name].detect, None)
     return float(inspect.signature(detect).parameters["min_fraction"].default)
+
+
+def _switched_off(said: pl.DataFrame) -> pl.DataFrame:
+    """Return the collectors that were off, of the gaps that a run has recorded."""
+    off = said.filter(pl.col("table") == "*", pl.col("count").is_null())
+    return off.unique(["rank", "node", "source", "why"], maintain_order=True)
+
+
+def _compares_ranks(tables: Tables) -> bool:
+    return "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1
 
 
 def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Callable[..., int]] | None:
@@ -146,8 +164,13 @@ def _with_tables(
     return function(**there)
 
 
-def _blind(name: str, module: ModuleType, switched_off: pl.DataFrame, unseen: Mapping[str, str]) -> NotChecked | None:
-    """Return why a detector may have overlooked something: a collector it needs was off, or the source lacks it."""
+def _blind(
+    name: str, module: ModuleType, tables: Tables, switched_off: pl.DataFrame, unseen: Mapping[str, str]
+) -> NotChecked | None:
+    """Return why a detector may have overlooked something: a collector it needs was off, or the source lacks it.
+
+    One that the user left off makes nothing unclear, unless ranks seem to compute without it while they wait.
+    """
     off = switched_off.filter(pl.col("source").is_in(module.detector.needs)) if len(switched_off) else switched_off
     if off.is_empty():
         lacking = next((table for table in module.detector.needs if table in unseen), None)
@@ -158,4 +181,5 @@ def _blind(name: str, module: ModuleType, switched_off: pl.DataFrame, unseen: Ma
     where = text(" on {ranks}", ranks=named("rank", ranks)) if ranks else ""
     source, why = off["source"][0], Text(off["why"][0], {})
     why = text("collector {collector}{where}: {why}", collector=source, where=where, why=why)
-    return NotChecked(detector=name, why=why, unclear=(off["why"] != LEFT_OFF).any())
+    hides_waits = _compares_ranks(tables) and off["source"].is_in(_SHOW_WAITS).any()
+    return NotChecked(detector=name, why=why, unclear=hides_waits or (off["why"] != LEFT_OFF).any())

@@ -130,6 +130,7 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_runn
         breakdown=tables["breakdown"],
         lead=lead_of(tables["breakdown"], tables["marks"]),
         device_waits=tables.get("device_waits"),
+        waits_unseen=judged.waits_unseen,
         profiled=not timeline.kernels.is_empty(),
         is_running=is_running,
         code=code,

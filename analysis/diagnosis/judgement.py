@@ -14,7 +14,7 @@ import polars as pl
 from rankscope.analysis.detectors import detectors, spec_of
 from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
-from rankscope.analysis.diagnosis.checks import ask, least_fraction
+from rankscope.analysis.diagnosis.checks import ask, least_fraction, waits_unseen
 from rankscope.analysis.diagnosis.judged_tables import judged_tables
 from rankscope.analysis.diagnosis.longer_part import longer_steps, with_part
 from rankscope.analysis.diagnosis.options import ReportOptions
@@ -46,8 +46,9 @@ Model = tuple[pl.DataFrame, float | None]
 class Judgement:
     """The findings of a timeline, root causes first, and the tables that detectors read.
 
-    `model` is the model's demand on the devices, and its counted share (`mfu.demand`, `mfu.count_flops`). `run`,
-    `costs` and `fixes` (with the replay's fidelity) are made at their first call.
+    `model` is the model's demand on the devices, and its counted share (`mfu.demand`, `mfu.count_flops`).
+    `waits_unseen`: ranks may wait for each other in what the tables show as computing. `run`, `costs` and `fixes` (with
+    the replay's fidelity) are made at their first call.
     """
 
     tables: dict[str, pl.DataFrame]
@@ -57,6 +58,7 @@ class Judgement:
     findings: tuple[Finding, ...]
     healthy: list[Healthy]
     not_checked: list[NotChecked]
+    waits_unseen: bool
     run: Callable[[], Replay | Unreplayable]
     costs: Callable[[], Delays]
     fixes: Callable[[], tuple[tuple[PredictedFix, ...], Fidelity | None]]
@@ -104,6 +106,7 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
         findings=with_levels(ordered, steps, fidelity),
         healthy=[check for check in healthy if check.detector != named],
         not_checked=[check for check in not_checked if check.detector != named],
+        waits_unseen=waits_unseen(tables, said),
         run=run,
         costs=costs,
         fixes=fixes if blamed is None else cache(lambda: _asked_for_by(blamed, *fixes())),

@@ -52,6 +52,7 @@ class Seen:
     breakdown: pl.DataFrame
     lead: Lead | None
     device_waits: pl.DataFrame | None  # None: more than the hosts was seen
+    waits_unseen: bool  # the tables may show them as computing
     profiled: bool  # a profiler's capture, not a run that was recorded
     is_running: bool  # as far as is known; else it has to be recorded again
     code: Code
@@ -170,7 +171,8 @@ def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) 
 
 def _is_bounded(detector: str, seen: Seen) -> bool:
     """Say whether what it looks for costs no more than the table of losses shows: it needs the ranks' communication."""
-    return bool(spec_of(detector).lost_as) and seen.device_waits is None and not seen.breakdown.is_empty()
+    shows_waits = seen.device_waits is None and not seen.waits_unseen
+    return bool(spec_of(detector).lost_as) and shows_waits and not seen.breakdown.is_empty()
 
 
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:

@@ -12,6 +12,7 @@ import pytest
 import rankscope
 import record
 from faults import Case, simulated
+from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask
@@ -145,6 +146,17 @@ def test_collector_that_was_off_makes_its_detector_unchecked():
     report = diagnose(run({0: 40, 1: 40}, gaps=[off]))
     assert not_checked(report)["gc_stall"] == "collector gc_pauses on rank 1: collector left off by RANKSCOPE_DISABLE"
     assert "gc_stall" not in {h.detector for h in report.healthy}
+
+
+@pytest.mark.parametrize(("collector", "recorded"), [("collectives", False), ("backward", True)])
+def test_slow_ranks_that_nothing_could_show_are_neither_healthy_nor_passed(collector, recorded):
+    """Without the collector a rank that waits seems to compute, whoever left it off."""
+    why = "collector left off by RANKSCOPE_DISABLE"
+    off = [{"rank": rank, "table": "*", "source": collector, "why": why} for rank in (0, 1)]
+    report = diagnose(run({0: 40, 1: 40}, gaps=off, recorded=recorded))
+    assert report.status == "amber"
+    assert f"; slow rank has no verdict: collector {collector} on ranks 0,1: {why}" in report.verdict
+    assert any("slow rank" in said for said in gate(report).unseen)
 
 
 def test_detector_that_fails_is_loud_and_does_not_take_the_others_down(capsys):

@@ -105,7 +105,7 @@ from rankscope.errors import NotResolvable
 __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
-    needs=("collectives",),
+    needs=("collectives", "backward"),
     per_rank=True,
     explains=("load_imbalance", "slow_link", "pipeline_bubble", "low_bandwidth"),
     cost="bounded",
