@@ -101,6 +101,8 @@ def _unseen(report: Report) -> Iterator[str]:
     missing = missing_ranks(report)
     if missing:
         yield text("{ranks} of {world} not recorded", ranks=named("rank", missing), world=report.world_size)
+    if report.world_size is None and report.source == "native":
+        yield text("how many ranks the job had")
     if not report.findings and not _speed_was_judged(report):
         yield report.verdict
     for look in looks_of(report):

@@ -89,7 +89,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         losses=losses,
         ranks=seen.ranks,
         world_size=seen.world_size,
-        nodes=tuple(timeline.ranks["node"].unique().sort().to_list()),
+        nodes=tuple(timeline.ranks["node"].drop_nulls().unique().sort().to_list()),
         rate=seen.rate,
         steps=seen.steps,
         findings=findings,

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -16,9 +17,13 @@ import pyarrow as pa
 import pytest
 
 import rankscope
+from rankscope.analysis.compare.gate import gate
+from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.readers.arrow_lengths import decoded_bytes
 from rankscope.analysis.readers.bounds import check_pickle, check_structure
 from rankscope.analysis.runs.trace import BadInput, Trace
+from record import write
+from simulate import Job, healthy_resources, run
 from support.fuzz import mutants
 from support.fuzz.long import tried
 
@@ -184,6 +189,20 @@ def test_run_folders_that_claim_impossible_ranks_are_refused(table, column, valu
         file.write_table(rows.set_column(number, rows.schema.field(column), values))
     with pytest.raises(BadInput, match="damaged"):
         rankscope.open(folder).gaps()
+
+
+def test_ranks_that_nothing_describes_are_in_the_report_with_a_gap_and_do_not_pass(tmp_path):
+    """Without their own files and their node's JSON it is unknown how many ranks there were."""
+    folder = tmp_path / "run"
+    job = Job(parallel="ddp", ranks=4, steps=20, compute_ns=90e6)
+    write(run(job, healthy_resources(job)), folder)
+    for lost in ("run", "ranks"):
+        shutil.rmtree(folder / lost)
+    report = diagnose(Trace.open(folder))
+    assert report.ranks == (0, 1, 2, 3)
+    assert " analyzed steps of 4 ranks" in report.verdict
+    assert [gap.rank for gap in report.gaps if gap.why.startswith("nothing describes the rank")] == [0, 1, 2, 3]
+    assert gate(report).unseen == ("how many ranks the job had",)
 
 
 def test_a_folder_of_an_impossible_rank_is_refused(tmp_path):

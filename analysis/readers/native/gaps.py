@@ -31,7 +31,7 @@ def unclosed_nodes(stored: StoredRows, read: Callable[[str], pl.DataFrame]) -> l
 
 def silent_ranks(stored: StoredRows) -> list[Gap]:
     """Ranks that left no file."""
-    world = max(stored.read("ranks")["world_size"].to_list(), default=0)
+    world = max(stored.read("ranks")["world_size"].drop_nulls().to_list(), default=0)
     missing = sorted(set(range(world)) - set(stored.ranks()))
     if not missing:
         return []

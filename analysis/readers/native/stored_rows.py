@@ -117,7 +117,7 @@ class StoredRows:
         return [part for part in self.parts if part.table == name]
 
     def _with_listed(self, ranks: pl.DataFrame) -> pl.DataFrame:
-        """Return the ranks, with those that left other files only, as far as their nodes' JSON describes them."""
+        """Return the ranks, with those that left other files only, described as far as their nodes' JSON does."""
         lost = set(self.ranks()) - set(ranks["rank"])
         rows = [
             {name: entry.get(name) for name in ("rank", "attempt", "pid", "world_size", "start_ns")} | {"node": node}
@@ -127,6 +127,10 @@ class StoredRows:
         ]
         why = text("the rank's own description was lost; its node's JSON says where it ran")
         self.gaps += [Gap(table="ranks", rank=row["rank"], node=row["node"], count=None, why=why) for row in rows]
+        undescribed = [{"rank": rank, "node": None} for rank in sorted(lost - {row["rank"] for row in rows})]
+        why = text("nothing describes the rank: neither its own files nor its node's JSON")
+        self.gaps += [Gap(table="ranks", **row, count=None, why=why) for row in undescribed]
+        rows += undescribed
         return pl.concat([ranks, pl.DataFrame(rows)], how="diagonal_relaxed") if rows else ranks
 
     def _together(self, name: str, read: list[Rows]) -> pl.DataFrame:
