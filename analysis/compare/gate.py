@@ -9,7 +9,7 @@ from rankscope.analysis.compare.two_runs import step_change
 from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model.comparison import Comparison, FindingChange, StepChange
 from rankscope.analysis.model.digest import looks_of, missing_ranks, over_the_run
-from rankscope.analysis.model.finding import COARSE, Finding, Found, Report, RunFinding
+from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Report, RunFinding
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
@@ -48,7 +48,7 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     said = {found.title for _, found in elsewhere}
     elsewhere += [(_phase(*one.steps), one) for one in over_the_run(report) if one.title not in said]
     failures += [_sentence_of(*one) for one in elsewhere if one[1].severity in counted_severities]
-    unseen = list(_unseen(report))
+    unseen = [*_unseen(report), *_outliers(report, slower, against)]
     bounded = False
     if against:
         longer, open_ = _step(against.step, slower)
@@ -112,6 +112,17 @@ def _unseen(report: Report) -> Iterator[str]:
                 steps=_phase(look.phase.first, look.phase.last),
                 time=duration(look.phase.median_ns),
             )
+
+
+def _outliers(report: Report, slower: float, against: Comparison | None) -> Iterator[str]:
+    """Yield that outliers take much of the time; of a run that is compared, more than in the other one."""
+    share = report.steps.outliers_fraction
+    if share >= MANY_OUTLIERS and (against is None or share > against.a.outliers_fraction + slower):
+        yield text(
+            "why steps excluded as outliers ({count}) take {share} of the time",
+            count=report.steps.outliers,
+            share=percent(share),
+        )
 
 
 def _speed_was_judged(report: Report) -> bool:

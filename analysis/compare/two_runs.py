@@ -89,6 +89,7 @@ def _side(report: Report) -> RunSide:
         ranks=len(report.ranks),
         nodes=len(report.nodes),
         steps=report.steps.count,
+        outliers_fraction=report.steps.outliers_fraction,
     )
 
 

@@ -13,7 +13,8 @@ from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.not_seen import incomplete_steps, left_out, not_observed
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.remarks import not_read, of_outliers
+from rankscope.analysis.diagnosis.outliers import of_outliers, outlier_steps
+from rankscope.analysis.diagnosis.remarks import not_read
 from rankscope.analysis.diagnosis.summary import (
     blames,
     group_times,
@@ -110,7 +111,12 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         fidelity=fidelity,
         utilisation=utilisation(needs, seen.steps.mean_ns, share),
         states=group_states(timeline, findings),
-        gaps=(*timeline.gaps, *incomplete_steps(timeline.steps), *left_out(run, timeline)),
+        gaps=(
+            *timeline.gaps,
+            *incomplete_steps(timeline.steps),
+            *outlier_steps(seen.steps, timeline, seen.code),
+            *left_out(run, timeline),
+        ),
         clocks=tuple(timeline.clocks),
         matched_fraction=timeline.matched_fraction,
         step_ns=step_lengths(tables["steps"]),

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import step_grid
-from rankscope.analysis.model.finding import Lead, NotChecked, StepSummary
+from rankscope.analysis.model.finding import Lead, NotChecked
 from rankscope.analysis.model.parts import APART, MIXED, part_name
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, percent, percent_at_most
-from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
 
-__all__ = ["devices_wait", "left_open", "made_of", "not_read", "of_outliers", "stopped", "unclear", "unknown"]
+__all__ = ["devices_wait", "left_open", "made_of", "not_read", "stopped", "unclear", "unknown"]
 
 LARGE = 0.05  # share of the step from which a remark mentions a part
 MUCH = 0.2  # share of the step from which it mentions what no check can judge
@@ -93,20 +91,6 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
             text("; in {share} of the step compute and communication are not distinguished", share=percent(mixed))
         )
     return joined("", said)
-
-
-def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
-    """Return how long excluded steps take, if much, and where in the code."""
-    if steps.outliers_fraction < LARGE:
-        return ""
-    outliers = timeline.steps.filter(pl.col("aside") == "outlier")
-    place = replace(code, samples=timeline.samples.join(outliers, on=["rank", "step"], how="semi")).most()
-    return text(
-        "; steps excluded as outliers ({count}) take {share} of the time{at}",
-        count=steps.outliers,
-        share=percent(steps.outliers_fraction),
-        at=text(", mostly at {place}", place=place) if place else "",
-    )
 
 
 def not_read(stretch: Stretch | None) -> str:

@@ -15,6 +15,7 @@ from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
 from rankscope.analysis.diagnosis import remarks
 from rankscope.analysis.diagnosis.losses import lost_fraction
 from rankscope.analysis.model.finding import (
+    MANY_OUTLIERS,
     Fidelity,
     Finding,
     Healthy,
@@ -119,7 +120,8 @@ def status_of(
         return "amber"
     open_checks = [check for check in not_checked if check.unclear and not _is_bounded(check.detector, seen)]
     limit, _ = _limit(healthy, losses, seen)
-    return "amber" if open_checks or limit >= MUCH_LOST or _remarks(seen) else "green"
+    is_open = limit >= MUCH_LOST or seen.steps.outliers_fraction >= MANY_OUTLIERS
+    return "amber" if open_checks or is_open or _remarks(seen) else "green"
 
 
 def verdict_of(

@@ -27,6 +27,7 @@ class RunSide:
     ranks: int
     nodes: int
     steps: int  # judged
+    outliers_fraction: float  # of the time, as in `StepSummary`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 __all__ = [
     "COARSE",
     "LEAST_GAIN",
+    "MANY_OUTLIERS",
     "REST",
     "Blame",
     "Change",
@@ -42,6 +43,7 @@ __all__ = [
 
 REST = "rest"  # what is not listed of the critical path, or of the causes of waiting
 COARSE = 0.15  # share of the step below which a verdict without a finding must say that it would see nothing
+MANY_OUTLIERS = 0.05  # share of the time from which on what outliers take beyond the mean step is no side issue
 LEAST_GAIN = 0.02  # share of the step from which on a predicted fix is listed
 COUNTED = 0.9  # share of the products' time from which on the FLOPs by shapes are those of the step
 

@@ -198,10 +198,10 @@ class Code:
         """
         return replace(self, samples=self.samples.filter(pl.col("part").eq_missing(pl.lit(part)))).most()
 
-    def most(self) -> str | None:
-        """Return the innermost call in which main threads are for most of the time."""
+    def most(self, least: int = _FEW) -> str | None:
+        """Return the innermost call in which main threads are for most of the time, of so many samples at least."""
         places = self.samples["place"]
-        if len(places) < _FEW:
+        if len(places) < least:
             return None
         counts, children = self._below(places), self._children()
         place = 0

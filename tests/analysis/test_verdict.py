@@ -5,6 +5,7 @@ from dataclasses import replace
 import polars as pl
 import pytest
 
+from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.report import terminal
@@ -68,6 +69,17 @@ def test_where_statistics_and_replay_agree_a_finding_is_confirmed_and_of_few_ste
     few = diagnose(run({0: 40, 1: 70, 2: 40}, steps=5))
     assert [(f.detector, f.confidence) for f in few.findings] == [("slow_rank", "likely")]
     assert few.verdict.startswith("Likely: Rank 1 ")
+
+
+def test_a_long_stall_of_one_rank_is_named_with_its_step_and_does_not_pass():
+    """3 s in step 11, which is an outlier of 17 steps of 120 ms or so."""
+    stall = [40] * 11 + [3040] + [40] * 8
+    report = diagnose(run({0: 40, 1: stall, 2: 40}, steps=20))
+    assert (report.status, report.findings, report.steps.outliers) == ("amber", (), 1)
+    said = "; the others wait up to 3.00 s for rank 1"
+    assert f"; steps excluded as outliers (1) take 58.1 % of the time{said}" in report.verdict
+    assert f"step 11 was excluded as an outlier: it takes 3.12 s{said}" in [gap.why for gap in report.gaps]
+    assert "why steps excluded as outliers (1) take 58.1 % of the time" in gate(report).unseen
 
 
 @pytest.mark.parametrize(("status", "code"), [("green", "32"), ("amber", "33"), ("red", "31")])
