@@ -78,6 +78,7 @@ detector = Detector(
     has_other_fixes=True,  # faster links, fewer bytes
     waited_for=False,
     lost_as=AS_EXPOSED,
+    own_loss="communication",
 )
 
 _ALL_REDUCES = ("allreduce", "allreduce_coalesced")

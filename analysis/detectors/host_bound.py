@@ -60,6 +60,7 @@ detector = Detector(
     explains=("slow_rank",),
     slows_all_alike=True,
     lost_as=("idle", "wait", "compile"),
+    own_loss="idle",
 )
 
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps

@@ -85,21 +85,32 @@ def _level(finding: Finding, steps: StepSummary, fidelity: Fidelity | None) -> s
 def without_coarse(
     healthy: Sequence[Healthy], losses: Sequence[Loss], steps: StepSummary
 ) -> tuple[list[Healthy], list[NotChecked]]:
-    """Return healthy checks, and apart those that are too coarse to say so where much is lost that nothing explains."""
+    """Return healthy checks, and apart those that cannot say so where much is lost that nothing explains.
+
+    They are too coarse, or have overlooked a loss of their own kind.
+    """
     kept: list[Healthy] = []
     coarse: list[NotChecked] = []
     for check in healthy:
         could_be = [loss for loss in losses if loss.kind in spec_of(check.detector).lost_as]
         left = max(could_be, key=lambda loss: loss.unexplained_fraction, default=None)
         limit = (check.resolution_ns or 0) / (steps.mean_ns or 1)
-        if left is None or left.unexplained_fraction < MUCH_LOST or limit <= 1.01 * MUCH_LOST:
+        overlooked = [loss for loss in could_be if loss.kind == spec_of(check.detector).own_loss]
+        if any(loss.unexplained_fraction >= MUCH_LOST for loss in overlooked):
+            why = _overlooked(overlooked[0])
+        elif left is not None and left.unexplained_fraction >= MUCH_LOST and limit > 1.01 * MUCH_LOST:
+            why = text(
+                "{loss} of the step, and losses below {limit} are not detected", loss=_loss(left), limit=percent(limit)
+            )
+        else:
             kept.append(check)
             continue
-        why = text(
-            "{loss} of the step, and losses below {limit} are not detected", loss=_loss(left), limit=percent(limit)
-        )
         coarse.append(NotChecked(detector=check.detector, why=why, unclear=True))
     return kept, coarse
+
+
+def _overlooked(loss: Loss) -> str:
+    return text("{loss} of the step, and its cause is unknown", loss=_loss(loss))
 
 
 def status_of(
@@ -144,8 +155,11 @@ def verdict_of(
         steps=counted(seen.steps.count, "analyzed step"),
         ranks=counted(len(seen.ranks) - len(seen.without_steps), "rank"),
     )
-    more = joined("", (remarks.unclear(not_checked) if status != "green" else "", _remarks(seen), absent))
-    if lost_fraction(losses) >= MUCH_LOST:
+    is_unexplained = lost_fraction(losses) >= MUCH_LOST
+    said = _overlooked(losses[0]) if is_unexplained else None  # in other words, the headline
+    unclear = remarks.unclear([check for check in not_checked if check.why != said])
+    more = joined("", (unclear if status != "green" else "", _remarks(seen), absent))
+    if is_unexplained:
         return text("Unexplained: {loss}{more}.", loss=_unexplained(losses, seen, counts), more=more)
     limit, detector = _limit(healthy, losses, seen)
     if limit >= MUCH_LOST:

@@ -36,6 +36,8 @@ class Detector:
     slows_all_alike: what it finds does not explain that ranks wait for each other.
     parts: parts of the step that show its finding, added up per rank. Empty: it gets no picture.
     lost_as: the kinds of loss that its findings bring about. Empty: what they cost shows nowhere in the tables as lost.
+    own_loss: the one of them that it judges as a whole, whatever the cause: where much of it is unexplained, the check
+        has overlooked it. Empty: none.
     """
 
     needs: tuple[str, ...] = ()
@@ -53,6 +55,7 @@ class Detector:
     slows_all_alike: bool = False
     parts: tuple[str, ...] = ()
     lost_as: tuple[str, ...] = ()
+    own_loss: str = ""
 
 
 def name_of(detector: str) -> Text:

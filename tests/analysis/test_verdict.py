@@ -9,7 +9,7 @@ from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.diagnosis.diagnose import diagnose
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.report import terminal
-from support.by_hand import run
+from support.by_hand import not_checked, run
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,17 @@ def test_time_that_is_lost_and_not_explained_is_the_headline_and_nothing_is_gree
     report = diagnose(run({0: [40, 80, 40], 1: [40, 40, 80], 2: [80, 40, 40]}, steps=5))
     assert report.status == "amber"
     assert "wait for peers takes " in report.verdict
+
+
+def test_a_check_is_not_healthy_while_its_own_loss_is_the_unexplained_one():
+    """The single all-reduce of a step has nothing to hide behind, so the check of exposed communication skips it."""
+    report = diagnose(run({0: 40, 1: 40, 2: 40}))
+    assert report.verdict.startswith("Unexplained: exposed communication takes 8.3 % of the 120 ms step ")
+    assert "exposed_communication" not in {check.detector for check in report.healthy}
+    why = "exposed communication takes 8.3 % of the step, and its cause is unknown"
+    assert not_checked(report)["exposed_communication"] == why
+    assert why not in report.verdict
+    assert gate(report).unseen == (f"exposed communication: {why}",)
 
 
 def test_where_statistics_and_replay_agree_a_finding_is_confirmed_and_of_few_steps_it_is_likely():
