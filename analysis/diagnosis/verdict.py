@@ -100,7 +100,9 @@ def without_coarse(
             why = _overlooked(overlooked[0])
         elif left is not None and left.unexplained_fraction >= MUCH_LOST and limit > 1.01 * MUCH_LOST:
             why = text(
-                "{loss} of the step, and losses below {limit} are not detected", loss=_loss(left), limit=percent(limit)
+                "{loss} of the step for no known reason, and losses below {limit} are not detected",
+                loss=_unexplained_of(left),
+                limit=percent(limit),
             )
         else:
             kept.append(check)
@@ -110,7 +112,7 @@ def without_coarse(
 
 
 def _overlooked(loss: Loss) -> str:
-    return text("{loss} of the step, and its cause is unknown", loss=_loss(loss))
+    return text("{loss} of the step for no known reason", loss=_unexplained_of(loss))
 
 
 def status_of(
@@ -247,6 +249,11 @@ def _loss(loss: Loss) -> str:
     return named_by_kind[loss.kind]
 
 
+def _unexplained_of(loss: Loss) -> str:
+    """Return what the findings leave of it."""
+    return _loss(replace(loss, fraction=loss.unexplained_fraction))
+
+
 def _place(loss: Loss, ranks: int) -> str:
     """Return the rank that loses most of it or waits least, and where."""
     where = text(", most in {label}", label=loss.where) if loss.where else ""
@@ -290,7 +297,7 @@ def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
         return ""
     if not findings[0].lost_ns_per_step:
         return ""
-    return text("; unexplained: {loss} of the step", loss=_loss(left))
+    return text("; unexplained: {loss} of the step", loss=_unexplained_of(left))
 
 
 def _absent(seen: Seen) -> str:

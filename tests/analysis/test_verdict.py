@@ -7,8 +7,11 @@ import pytest
 
 from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.losses import losses_of
+from rankscope.analysis.diagnosis.verdict import Seen, verdict_of
 from rankscope.analysis.report import terminal
+from rankscope.analysis.timeline.build import build_timeline
 from support.by_hand import not_checked, run
 
 
@@ -66,7 +69,7 @@ def test_a_check_is_not_healthy_while_its_own_loss_is_the_unexplained_one():
     report = diagnose(run({0: 40, 1: 40, 2: 40}))
     assert report.verdict.startswith("Unexplained: exposed communication takes 8.3 % of the 120 ms step ")
     assert "exposed_communication" not in {check.detector for check in report.healthy}
-    why = "exposed communication takes 8.3 % of the step, and its cause is unknown"
+    why = "exposed communication takes 8.3 % of the step for no known reason"
     assert not_checked(report)["exposed_communication"] == why
     assert why not in report.verdict
     assert gate(report).unseen == (f"exposed communication: {why}",)
@@ -98,3 +101,27 @@ def test_the_terminals_headline_has_the_color(even, status, code):
     shown = terminal.render(replace(even, status=status, verdict="The headline."), color=True)
     line = next(line for line in shown.splitlines() if "The headline." in line)
     assert line.startswith(f"\x1b[1;{code}m")
+
+
+def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
+    """Of the wait rank 1 explains what it costs, and 25 % of the step is left."""
+    trace = run({0: 40, 1: 70, 2: 40})
+    report, timeline = diagnose(trace), build_timeline(trace)
+    (finding,) = report.findings
+    wait = next(loss for loss in report.losses if loss.kind == "wait")
+    seen = Seen(
+        ranks=report.ranks,
+        world_size=report.world_size,
+        steps=report.steps,
+        rate=report.rate,
+        breakdown=timeline.breakdown,
+        lead=None,
+        device_waits=None,
+        waits_unseen=False,
+        profiled=False,
+        code=code_of(timeline),
+        aside="",
+    )
+    partly = replace(wait, fraction=0.25 + finding.lost_fraction, unexplained_fraction=0.25)
+    verdict = verdict_of([finding], [], [], [partly], seen)
+    assert verdict.endswith("; unexplained: wait for peers takes 25.0 % of the step.")
