@@ -69,7 +69,8 @@ _STAYS = 0.5  # share of the loss that is there without the rank that makes most
 _AS_LATE = 0.25  # of the loss: a rank that would delay the job next for so long has the same slow host
 _REMAINS = 0.5  # share of the loss that is there without the ranks that others wait for
 _MOSTLY = 0.5  # of the step
-_MUCH = 0.25  # share of the idle time from which a cause is worth its advice, and communication beside it is said
+_MUCH = 0.25  # share of the idle time from which a cause is worth its advice
+_NONE = 0.01  # share of it up to which communication beside it is not said: the table has it as idle
 
 _ADVICE = {
     "memory": text(
@@ -115,21 +116,22 @@ def detect(
     if not loss.is_shared or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(holds_up_ns > 0).ranks
+    idle_ns, whole_ns = (ns.mean(axis=1)[holds_up_ns > 0] for ns in (grid.of("host"), _late(grid, beside)))
     idle = phases.filter(pl.col("part") == "host")
     beside = beside.filter(pl.col("certain_ns") > 0).select(idle.columns)
     gaps = pl.concat([idle, beside]).filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
     causes = _causes(gaps, launches)
-    communicates = gaps.select(((pl.col("part") != "host") * length).sum() / length.sum()).item() >= _MUCH
+    communicates = idle_ns.sum() < (1 - _NONE) * whole_ns.sum()
     return [
         Finding(
             detector="host_bound",
             title=text(
-                "Host-bound on {ranks}: the device {idles} for {lost} per step before work that was launched late",
+                "Host-bound on {ranks}: the device {idles} for {late} per step before work that was launched late",
                 idles=text("is idle or only communicates") if communicates else text("is idle"),
                 ranks=named("rank", ranks),
-                lost=duration(lost.ns),
+                late=_longest(whole_ns if communicates else idle_ns),
             ),
             where=str(where[-1]) if len(where) else "the step",
             advice=_advice(causes),
@@ -230,10 +232,8 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
 
     The mean over all steps: hosts that are late now and then take turns, and the job waits for each.
     """
-    # No more work can begin earlier, beside communication, than there is.
-    work = grid.of("compute") + grid.of("overlapped")
-    certain = np.minimum(sums(grid, beside, "certain_ns"), work)
-    late, busy = grid.of("host") + certain, grid.busy + certain
+    late = _late(grid, beside)
+    busy = grid.busy - grid.of("host") + late
     lost = busy.max(axis=0) - (busy - late).max(axis=0)
     ordered = np.sort(busy, axis=0)
     others = np.where(busy == ordered[-1], ordered[-2:][0], ordered[-1])
@@ -242,6 +242,19 @@ def _lost(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame) -> tuple[E
     gaps = phases.filter(of_latest, pl.col("part") == "host").select(ns=pl.col("end_ns") - pl.col("start_ns"))
     pieces = pl.concat([gaps["ns"], beside.filter(of_latest)["certain_ns"]]).to_numpy().astype(np.float64)
     return estimate_of_pieces(lost, pieces), float(stays / max(lost.mean(), 1.0))
+
+
+def _late(grid: StepGrid, beside: pl.DataFrame) -> Floats:
+    """Return ns by (rank, step) that a device idles, or certainly only communicates, before work launched late."""
+    # No more work can begin earlier, beside communication, than there is.
+    work = grid.of("compute") + grid.of("overlapped")
+    return grid.of("host") + np.minimum(sums(grid, beside, "certain_ns"), work)
+
+
+def _longest(late_ns: Floats) -> str:
+    """Return the time of one rank, or that of several at most."""
+    most = duration(float(late_ns.max()))
+    return most if duration(float(late_ns.min())) == most else text("up to {most}", most=most)
 
 
 def _named(slow_rank: Sequence[Finding] | NotChecked) -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 import rankscope
 from rankscope.analysis.detectors import host_bound
 from rankscope.analysis.model.kernels import WAITING_CALLS
+from rankscope.analysis.text.units import duration
 from rankscope.errors import NotResolvable
 from support.paths import DATA
 
@@ -108,6 +109,7 @@ def test_hosts_that_are_late_in_turn_cost_the_job_each_time():
     """Each of 10 devices idles 2 ms per step, and the job waits for one in each: fixing one host saves a tenth."""
     (finding,) = host_bound.detect(*tables([20] * 10, in_turn=True))
     assert (len(finding.ranks), finding.lost_ns_per_step, finding.fix) == (10, 20 * MS, "host")
+    assert "the device is idle for 2.00 ms per step" in finding.title
 
 
 def test_trace_without_launches_is_not_judged():
@@ -124,3 +126,11 @@ def test_small_model_on_two_gpus_is_bound_by_its_host():
     (finding,) = [f for f in report.findings if f.detector == "host_bound"]
     assert finding.ranks == (0, 1)
     assert finding.lost_fraction > 0.9
+
+
+@pytest.mark.needs_data
+def test_of_several_ranks_the_title_has_the_longest_idle_time_that_the_table_has():
+    report = rankscope.diagnose(rankscope.open(KINETO / "torchrec/resnet18"))
+    (finding,) = [f for f in report.findings if f.detector == "host_bound"]
+    idle = [part.ns_per_step for part in report.breakdown if part.part == "host"]
+    assert f"the device is idle for up to {duration(max(idle))} per step" in finding.title
