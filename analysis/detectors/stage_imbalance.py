@@ -141,12 +141,10 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
         detector="stage_imbalance",
         severity=severity(fraction),
         title=text(
-            "Pipeline stage {stage} is too long: {own} per microbatch, the others {others}; the "
-            "steps take {slowdown:.2f} × as long as balanced ones",
+            "Pipeline stage {stage} is too long: {own} per microbatch, the others {others}",
             stage=stage,
             own=duration(own),
             others=duration(others),
-            slowdown=whatif.slowdown,
         ),
         where=_where(grid, whatif, stage),
         advice=_advice(grid, stage, long, ranks, float(even.mean())),
@@ -186,7 +184,11 @@ def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...
             "processes) before layers are moved.",
             ranks=named("rank", ranks),
         )
-    brings = text("; even stages would save {even} per step", even=duration(even_ns)) if even_ns > 0 else ""
+    brings = ""
+    if even_ns > 0:
+        brings = text(
+            "; even stages would save {even} per step, since the others then take its layers", even=duration(even_ns)
+        )
     if stage == max(grid.stages):
         return text(
             "Move layers from stage {stage} to the others: the last stage also computes the output layer and the "

@@ -187,13 +187,13 @@ def test_replay_of_a_recorded_step_gives_its_length():
 
 
 def test_stage_with_more_work_is_named_with_what_it_costs():
-    """Stage 2 takes 9 ms per microbatch, the others 6: the steps take 1.29 × as long as with 7 ms everywhere."""
+    """Stage 2 takes 9 ms per microbatch, the others 6."""
     found = stage_imbalance.detect(run([2, 2, 3], [4, 4, 6], microbatches=8))
     assert [(f.ranks, f.severity, f.where) for f in found] == [((2,), "high", f"stage 2, {BACKWARD}")]
-    assert "9.00 ms per microbatch, the others 6.00 ms" in found[0].title
+    assert found[0].title == "Pipeline stage 2 is too long: 9.00 ms per microbatch, the others 6.00 ms"
     # 8 × 9 ms and 6 ms on each side of it; with 6 ms everywhere 60 ms, with 7 ms everywhere 70.
     assert found[0].lost_fraction == pytest.approx((84 - 60) / 84)
-    assert "even stages would save 14.0 ms per step" in found[0].advice
+    assert "even stages would save 14.0 ms per step, since the others then take its layers" in found[0].advice
     assert found[0].fix == "stage:2"
 
 
@@ -311,7 +311,7 @@ def test_long_stage_of_a_real_job_is_found(name):
     """The last stage takes 0.171 s on average of forward and backward, the others 0.105 s."""
     report = diagnose(Trace.open(STUDY / name))
     assert [(f.detector, f.ranks, f.severity) for f in report.findings] == [("stage_imbalance", (6, 7), "high")]
-    assert "343 ms per microbatch, the others 211 ms; the steps take 1.18 ×" in report.findings[0].title
+    assert "343 ms per microbatch, the others 211 ms" in report.findings[0].title
     assert report.steps.count == 32
     assert "slow_rank" in {check.detector for check in report.healthy}
 
