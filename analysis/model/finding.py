@@ -418,8 +418,8 @@ class Fidelity:
 class PredictedFix:
     """The gain of a fix in a replay, as `rankscope whatif --fix` takes it; mean over the judged steps, never negative.
 
-    `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where the gain is less
-    than half of its cost, or more than it by more than the error, `finding_lost_ns` is that cost, ns per step.
+    `uncertainty_ns` is a 95 % half width. `finding` is the detector whose finding has this fix; where the gain differs
+    from its cost by more than the error, or by a factor of two, `finding_lost_ns` is that cost, ns per step.
     """
 
     fix: str

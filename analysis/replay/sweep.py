@@ -91,6 +91,12 @@ def _is_clear(gain: Gain, step_ns: float) -> bool:
     return gain.gain_ns > max(gain.uncertainty_ns, LEAST_GAIN * step_ns)
 
 
+def _differs(gain: Gain, finding: Finding) -> bool:
+    """Say whether a finding's cost and what its fix brings differ by more than the error."""
+    apart_ns = abs(finding.lost_ns_per_step - max(gain.gain_ns, 0.0))
+    return apart_ns > max(finding.uncertainty_ns, gain.uncertainty_ns)
+
+
 def _contradicts(gain: Gain, finding: Finding) -> bool:
     cost_ns, gain_ns = finding.lost_ns_per_step, max(gain.gain_ns, 0.0)
     return cost_ns > _DISAGREE * gain_ns or gain_ns > _DISAGREE * cost_ns
@@ -98,7 +104,7 @@ def _contradicts(gain: Gain, finding: Finding) -> bool:
 
 def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
     gain_ns = max(gain.gain_ns, 0.0)
-    differs = finding is not None and (_contradicts(gain, finding) or fixes_more(gain, finding))
+    differs = finding is not None and (_contradicts(gain, finding) or _differs(gain, finding))
     return PredictedFix(
         fix=" + ".join(gain.fixes),
         step_ns=round(step_ns - gain_ns),

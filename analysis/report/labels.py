@@ -67,8 +67,8 @@ _ENGLISH: dict[str, str] = {
     "fixes": "Predicted speedup of fixes",
     "fixes.means": "Each fix alone, in a replay of the run that misses the measured steps by {0} (median over "
     "steps); ± is the 95 % confidence interval. Listed are speedups of {1} of the step or more that "
-    "exceed it, and findings whose cost the replay contradicts. Where a finding's cost differs by more than the "
-    "error, it is given. Speedups do not add up; combine fixes with rankscope whatif --fix.",
+    "exceed it, and findings whose cost differs by a factor of two. A finding's cost is given where it differs by "
+    "that, or by more than the error. Speedups do not add up; combine fixes with rankscope whatif --fix.",
     "fixes.fix": "fix",
     "fixes.step": "step",
     "fixes.gain": "speedup",

@@ -58,22 +58,33 @@ def test_scatter_is_not_balanced_unless_a_finding_asks():
     assert "balance" not in [fix.fix for fix in swept(run(turns))]
 
 
-def test_a_finding_whose_cost_the_replay_contradicts_is_listed_with_both():
-    """A finding says that rank 0 costs 30 ms, which is no longer than its peers: the replay gains nothing, not less."""
-    claim = Finding(
+def claim(cost_ms):
+    """A finding that says that rank 0 costs so much."""
+    return Finding(
         detector="slow_rank",
         severity="high",
         title="Rank 0 is slow",
         where="",
         advice="",
-        lost_ns_per_step=30 * MS,
-        lost_ns_total=300 * MS,
-        lost_fraction=0.25,
+        lost_ns_per_step=cost_ms * MS,
+        lost_ns_total=10 * cost_ms * MS,
+        lost_fraction=cost_ms / 120,
         uncertainty_ns=MS,
         fix="rank:0",
     )
-    (row,) = swept(run({0: 40, 1: 40, 2: 40}), claim)
+
+
+def test_a_finding_whose_cost_the_replay_contradicts_is_listed_with_both():
+    """Rank 0 is no longer than its peers: the replay gains nothing, not less."""
+    (row,) = swept(run({0: 40, 1: 40, 2: 40}), claim(30))
     assert (row.fix, row.gain_ns, row.finding_lost_ns) == ("rank:0", 0, 30 * MS)
+
+
+@pytest.mark.parametrize(("cost_ms", "shown_ms"), [(30, None), (25, 25), (40, 40)])
+def test_a_findings_cost_is_shown_where_it_differs_by_more_than_the_error(cost_ms, shown_ms):
+    """Rank 0 takes 30 ms longer than its peers, which its fix brings; the error is 1 ms."""
+    rows = {row.fix: row.finding_lost_ns for row in swept(run({0: 70, 1: 40, 2: 40}), claim(cost_ms))}
+    assert rows["rank:0"] == (shown_ms and shown_ms * MS)
 
 
 def scattered(extra_ms):
