@@ -147,7 +147,7 @@ def _finding(grid: OpGrid, whatif: WhatIf, stage: int, long: Sequence[int], step
             others=duration(others),
         ),
         where=_where(grid, whatif, stage),
-        advice=_advice(grid, stage, long, ranks, float(even.mean())),
+        advice=_advice(grid, stage, long, ranks, float(even.mean()), lost),
         ranks=ranks,
         lost_ns_per_step=round(lost),
         lost_ns_total=round(lost * len(grid.steps)),
@@ -175,7 +175,9 @@ def _each_ns(grid: OpGrid, stages: Sequence[int]) -> Floats:
     return np.array([length[of_one].sum(axis=0) / len(stages) for of_one in computes])
 
 
-def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...], even_ns: float) -> str:
+def _advice(
+    grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...], even_ns: float, cost_ns: float
+) -> str:
     """Return the advice; if all stages of a rank are long, the rank itself may be slow."""
     held = {key.stage for i, key in enumerate(grid.keys) if set(grid.ranks[i].tolist()) <= set(ranks)}
     if len(held) > 1 and held <= set(long):
@@ -184,11 +186,9 @@ def _advice(grid: OpGrid, stage: int, long: Sequence[int], ranks: tuple[int, ...
             "processes) before layers are moved.",
             ranks=named("rank", ranks),
         )
-    brings = ""
-    if even_ns > 0:
-        brings = text(
-            "; even stages would save {even} per step, since the others then take its layers", even=duration(even_ns)
-        )
+    brings = text("; even stages would save {even} per step", even=duration(even_ns)) if even_ns > 0 else ""
+    if 0 < even_ns < cost_ns:
+        brings = text("{brings}, less than its cost, since the others then compute its layers", brings=brings)
     if stage == max(grid.stages):
         return text(
             "Move layers from stage {stage} to the others: the last stage also computes the output layer and the "

@@ -193,7 +193,10 @@ def test_stage_with_more_work_is_named_with_what_it_costs():
     assert found[0].title == "Pipeline stage 2 is too long: 9.00 ms per microbatch, the others 6.00 ms"
     # 8 × 9 ms and 6 ms on each side of it; with 6 ms everywhere 60 ms, with 7 ms everywhere 70.
     assert found[0].lost_fraction == pytest.approx((84 - 60) / 84)
-    assert "even stages would save 14.0 ms per step, since the others then take its layers" in found[0].advice
+    assert (
+        "even stages would save 14.0 ms per step, less than its cost, since the others then compute its layers"
+        in found[0].advice
+    )
     assert found[0].fix == "stage:2"
 
 
