@@ -38,6 +38,8 @@ class Text(str):
     forms: tuple[str, str, int] | None
 
     def __new__(cls, template: str, values: Mapping[str, object], forms: tuple[str, str, int] | None = None) -> Text:
+        # What is kept is read back without its class: an object is what it says of itself.
+        values = {name: str(value) if is_dataclass(value) else value for name, value in values.items()}
         made = super().__new__(cls, template.format_map(values) if values else template)
         made.template, made.values, made.forms = template, values, forms
         return made

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from faults import Case, simulated
 from rankscope.analysis.diagnosis import diagnose
 from rankscope.analysis.diagnosis.kept_report import report_of
 from rankscope.analysis.diagnosis.options import ReportOptions
@@ -48,6 +49,17 @@ def test_the_second_report_is_the_first_one_without_reading_a_table(recorded, no
     assert terminal.render(again, width=100) == terminal.render(first, width=100)
     for language in ("en", "zh"):
         assert html.render(again, language=language) == html.render(first, language=language)
+
+
+def test_a_kept_hang_says_what_it_said(tmp_path, no_tables):
+    """Its title is made of an operation, which is kept as what it says of itself."""
+    folder = write(simulated(Case("hang", "loud", 0), small=True)[0], tmp_path / "run")
+    for node in folder.glob("run/node=*.json"):
+        node.write_text(json.dumps(json.loads(node.read_text()) | {"state": "closed"}))
+    first = report_of(folder)
+    no_tables()
+    assert [finding.detector for finding in first.findings] == ["hang"]
+    assert [finding.title for finding in report_of(folder).findings] == [first.findings[0].title]
 
 
 @pytest.mark.parametrize(
