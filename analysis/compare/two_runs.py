@@ -23,7 +23,7 @@ from rankscope.analysis.model.comparison import (
 from rankscope.analysis.model.finding import Finding, Part, Report
 from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
 from rankscope.analysis.text.message import Text, text
-from rankscope.analysis.text.phrases import counted
+from rankscope.analysis.text.phrases import NO_ROLES, counted
 from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded, scale_for
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.steps import in_steps
@@ -288,7 +288,8 @@ def _by_kind(timeline: Timeline) -> pl.DataFrame:
     Groups with a role are taken together, the others by their name; so are a send and its receive.
     """
     judged = timeline.steps.filter("judged")
-    roles = timeline.groups.select(pl.col("name").alias("group"), "role").unique("group").filter(pl.col("role") != "")
+    roles = timeline.groups.select(pl.col("name").alias("group"), "role").unique("group")
+    roles = roles.filter(~pl.col("role").is_in(NO_ROLES))
     rows = timeline.collectives.filter(pl.col("instance_id").is_not_null())
     rows = rows.join(judged.select("rank", "step"), on=["rank", "step"], how="semi").join(roles, on="group", how="left")
     op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit("send/recv")).otherwise(pl.col("op").cast(pl.String))

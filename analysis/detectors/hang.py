@@ -49,7 +49,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, plural, text
-from rankscope.analysis.text.phrases import counted, named
+from rankscope.analysis.text.phrases import NO_ROLES, counted, named
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.rank_ranges import members_of
@@ -77,8 +77,11 @@ _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_an
 
 @dataclass(frozen=True, slots=True)
 class _Group:
+    """A process group: `name` is what says what it is for, else its own name; `title` says that it is a group."""
+
     id: int
     name: str
+    title: str
     members: tuple[int, ...]
     p2p: bool  # its numbers count point-to-point operations
 
@@ -110,7 +113,7 @@ class _Held:
         )
 
     def __str__(self) -> str:
-        return text("{op} number {seq} of {name}", op=self.op, seq=self.seq, name=self.group.name)
+        return text("{op} number {seq} of {name}", op=self.op, seq=self.seq, name=self.group.title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +211,13 @@ def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
     p2p = set(progress.filter("is_p2p")["group_id"].to_list())
     once = groups.unique("group_id", keep="last", maintain_order=True)  # each of its ranks has a row
     known = {
-        group_id: _Group(group_id, role or text("group {name}", name=name), tuple(members_of(members)), group_id in p2p)
+        group_id: _Group(
+            group_id,
+            name if role in NO_ROLES else role,
+            text("group {name}", name=name) if role in NO_ROLES else role,
+            tuple(members_of(members)),
+            group_id in p2p,
+        )
         for group_id, name, role, members in once.select("group_id", "name", "role", "members").iter_rows()
     }
     held: dict[int, _Held] = {}

@@ -11,13 +11,13 @@ from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
 from rankscope.analysis.model.tables import WORDS
+from rankscope.analysis.text.phrases import NO_ROLES
 from rankscope.collectors.schema import OPS, P2P_OPS
 
 __all__ = ["BY_SORT", "P2P", "computed", "exposed_operations"]
 
 BY_SORT = ["sort", "kind", "op"]
 P2P = "p2p"  # sends and receives
-_DEFAULT = "default_pg"  # torch's description of the group of all ranks: it says nothing
 
 
 @once
@@ -59,7 +59,7 @@ def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, I
     pairs, pair = distinct(group * len(OPS) + codes)
     one_of = np.zeros(len(pairs), np.int64)
     one_of[pair] = np.arange(len(rows))
-    role = pl.when((pl.col("role") != "") & (pl.col("role") != _DEFAULT)).then("role")
+    role = pl.when(~pl.col("role").is_in(NO_ROLES)).then("role")
     op = pl.when(pl.col("op").is_in(P2P_OPS)).then(pl.lit(P2P)).otherwise(pl.col("op").cast(pl.String))
     of_pair = (
         rows.select("group_id", "op", "group")[one_of]

@@ -22,6 +22,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.model.parts import BLOCKED, PART_ORDER
+from rankscope.analysis.text.phrases import group_title
 
 __all__ = [
     "Breakdown",
@@ -189,7 +190,8 @@ def states_of_findings(report: Report) -> list[GroupState]:
     """
     named = {rank for finding in report.findings if is_standstill(finding) for rank in finding.ranks}
     roles = {group for finding in report.findings if is_standstill(finding) for group in finding.groups}
-    theirs = {state.group for state in report.states if state.rank in named and state.group.startswith(tuple(roles))}
+    titles = (*roles, *(group_title(name, "") for name in roles))
+    theirs = {state.group for state in report.states if state.rank in named and state.group.startswith(titles)}
     return [state for state in report.states if state.group in theirs] or list(report.states)
 
 

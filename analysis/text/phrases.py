@@ -10,6 +10,7 @@ from rankscope.analysis.text.units import ranges
 from rankscope.collectors.schema import INSTALLED
 
 __all__ = [
+    "NO_ROLES",
     "as_recorded",
     "counted",
     "every_nth",
@@ -20,6 +21,8 @@ __all__ = [
     "place_in_code",
     "some_ranges",
 ]
+
+NO_ROLES = ("", "undefined", "default_pg")  # torch's descriptions of groups that do not say what for
 
 _FEW = 3  # steps that follow each other by chance
 _RUNS = 10  # of numbers that a reader reads
@@ -55,7 +58,7 @@ def some_ranges(numbers: Sequence[int]) -> str:
 
 def group_title(name: str, role: str) -> str:
     """`TENSOR_MODEL_PARALLEL_GROUP (37)`; `group 37` where it has no name that says what it is for."""
-    return f"{role} ({name})" if role not in ("", "undefined", name) else text("group {name}", name=name)
+    return f"{role} ({name})" if role not in (*NO_ROLES, name) else text("group {name}", name=name)
 
 
 def counted(number: int, noun: str) -> Text:

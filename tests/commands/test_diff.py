@@ -55,6 +55,7 @@ def test_a_rank_that_became_slow_is_the_difference(healthy, slow):
     assert rank["b_ns"] - rank["a_ns"] == pytest.approx(46 * MS, rel=0.1)
     assert [(change["status"], change["b"]["detector"]) for change in found["findings"]] == [("new", "slow_rank")]
     assert {change["op"] for change in found["operations"]} == {"allreduce"}
+    assert {change["group"] for change in found["operations"]} == {"default_pg0"}, "its name"
 
 
 def test_the_other_way_round_the_finding_is_gone_and_columns_add_up_as_they_are_shown(healthy, slow):

@@ -35,8 +35,8 @@ def test_a_hang_says_how_far_each_rank_had_come_the_culprit_first(hung):
     assert [
         (s.rank, s.group, s.enqueued, s.started, s.completed, s.op, s.seq, s.state, s.frame) for s in hung.states
     ] == [
-        (1, "default_pg (0)", 4, None, 4, "", None, "behind", ""),
-        (0, "default_pg (0)", 5, 5, 4, "allreduce", 5, "enqueued", "train.py:12 (step)"),
+        (1, "group 0", 4, None, 4, "", None, "behind", ""),
+        (0, "group 0", 5, 5, 4, "allreduce", 5, "enqueued", "train.py:12 (step)"),
     ]
     assert json.loads(json_form.render(hung))["states"][0]["state"] == "behind"
 

@@ -46,7 +46,7 @@ def test_dumps_as_pickles_and_as_json_say_the_same(tmp_path, suffix):
     assert rows == [(0, 5, 4, 5, "allreduce", 16), (1, 4, 4, None, None, None)]
     report = diagnose(trace)
     assert [(f.detector, f.ranks) for f in report.findings] == [("hang", (1,))]
-    assert report.findings[0].title == "Rank 1 does not reach allreduce number 5 of default_pg"
+    assert report.findings[0].title == "Rank 1 does not reach allreduce number 5 of group 0"
 
 
 @pytest.mark.parametrize(("after_s", "quiet_s"), [(0.5, 0.5), (600, 600), (90_000, None), (-1, None)])
