@@ -117,7 +117,7 @@ def recorded(path: Path) -> list[Path]:
 def test_slow_rank_in_chinese():
     report = spoken_in("zh", diagnose(run({0: 40, 1: 70}), ReportOptions(price=30.0)))
     assert report.verdict == (
-        "Rank 1 偏慢：每步比其他 rank 多计算 30.0 ms（占平均步时 150 ms 的 20.0 %），1 个 rank 在等待它；"
+        "Rank 1 偏慢：每步比其他 rank 多计算 30.0 ms（占平均步时 150 ms 的 20.0 %）；1 个 rank 在等待它；"
         "每小时费用 60 中损失 12。"
     )
     assert {check.detector: check.why for check in report.not_checked}["memory_pressure"] == (

@@ -119,6 +119,7 @@ def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
         device_waits=None,
         waits_unseen=False,
         profiled=False,
+        is_running=False,
         code=code_of(timeline),
         aside="",
     )
