@@ -248,7 +248,7 @@ class _Operations:
     def lost(self, elsewhere_ns: float) -> Estimate:
         """Return its cost without that of other findings.
 
-        Of few steps its operations are the sample.
+        Of few steps its operations are the sample, or the steps where these agree better.
 
         Where the steps but the one that loses most lose less than a third of the mean, it is an event of that step.
         """
@@ -260,6 +260,7 @@ class _Operations:
         half_width_ns = of_operations.half_width_ns / max(of_operations.ns, 1.0) * mean
         if steps > 1:
             in_others = float(np.sort(values)[:-1].mean())
+            half_width_ns = min(half_width_ns, estimate(values).half_width_ns)
             half_width_ns = max(half_width_ns, (mean - in_others) / (1 - _IN_OTHERS))
         return Estimate(mean, half_width_ns)
 
