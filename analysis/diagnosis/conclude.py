@@ -35,6 +35,7 @@ from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
+from rankscope.analysis.timeline.parallelism import schedule
 
 __all__ = ["conclude", "report_on"]
 
@@ -127,7 +128,7 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_runn
     """Return the evidence of the verdict."""
     tables, steps = judged.tables, judged.steps
     world_size = max(timeline.ranks["world_size"].drop_nulls().to_list(), default=None)
-    code = code_of(timeline)
+    code, profiled = code_of(timeline), not timeline.kernels.is_empty()
     return Seen(
         ranks=judged.ranks,
         world_size=world_size,
@@ -137,7 +138,8 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_runn
         lead=lead_of(tables["breakdown"], tables["marks"]),
         device_waits=tables.get("device_waits"),
         waits_unseen=judged.waits_unseen,
-        profiled=not timeline.kernels.is_empty(),
+        profiled=profiled,
+        schedule=schedule(timeline.groups, timeline.regions, timeline.collectives) if profiled else None,
         is_running=is_running,
         code=code,
         aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),

@@ -55,6 +55,7 @@ class Seen:
     device_waits: pl.DataFrame | None  # None: more than the hosts was seen
     waits_unseen: bool  # the tables may show them as computing
     profiled: bool  # a profiler's capture, not a run that was recorded
+    schedule: tuple[int, int] | None  # stages and microbatches of a pipeline, as far as a capture shows them
     is_running: bool  # as far as is known; else it has to be recorded again
     code: Code
     aside: str  # the headline's note on excluded steps
@@ -275,6 +276,18 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
         if seen.is_running:
             return text("; rankscope trigger RUN --count 10 records what ranks and devices do meanwhile")
         return text("; rankscope run --profile-steps A-B records what ranks and devices do meanwhile")
+    if loss.kind in ("bubble", "unattributed") and seen.schedule is not None:
+        stages, microbatches = seen.schedule
+        return plural(
+            "; with {number} microbatch on {stages} stages 1F1B idles {share} of its time by itself, less with more of "
+            "them or an interleaved schedule",
+            "; with {number} microbatches on {stages} stages 1F1B idles {share} of its time by itself, less with more "
+            "of them or an interleaved schedule",
+            microbatches,
+            number=microbatches,
+            stages=stages,
+            share=percent((stages - 1) / (microbatches + stages - 1)),
+        )
     if loss.kind == "queued":
         return text("; an Nsight Systems capture shows what the queued work waits for")
     if loss.kind == "unseen":

@@ -9,11 +9,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.collectors.rank_ranges import members_of
-from rankscope.collectors.schema import P2P_OPS
+from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 Ints = NDArray[np.int64]
 
-__all__ = ["Role", "may_be_stages", "role_codes", "roles", "roles_of"]
+__all__ = ["Role", "may_be_stages", "role_codes", "roles", "roles_of", "schedule"]
 
 # `pp0`, `mesh_pp`, Megatron's PIPELINE_MODEL_PARALLEL_GROUP
 _PIPELINE_NAME = r"(?i)(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline"
@@ -47,6 +47,20 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.Da
     edges = sent.filter(pl.col("peer") >= 0).select("rank", "peer").unique().iter_rows()
     in_schedule = regions is not None and regions["microbatch"].is_not_null().any()
     return _places(_chains({(min(edge), max(edge)) for edge in edges}, 2 if in_schedule else _LEAST_CHAIN))
+
+
+def schedule(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.DataFrame) -> tuple[int, int] | None:
+    """Return the stages of a pipeline, and how many messages its first one sends to the next in a step.
+
+    These are the microbatches, or several times as many. None where no stages were seen that send.
+    """
+    held = {rank: stages[0] for rank, stages in roles(groups, regions, collectives).items() if len(stages) == 1}
+    first = min(held.values(), default=0)
+    on_first, on_next = ([rank for rank, stage in held.items() if stage == first + at] for at in (0, 1))
+    to_next = pl.col("peer").is_in([NO_PEER, *on_next])
+    sends = collectives.filter(pl.col("op") == "send", pl.col("step").is_not_null(), pl.col("rank").is_in(on_first))
+    messages = sends.filter(to_next).group_by("rank", "step").len()["len"].median()
+    return (len(set(held.values())), round(messages)) if on_next and isinstance(messages, float) else None
 
 
 def may_be_stages(collectives: pl.DataFrame, judged_ns: float) -> bool:

@@ -1,5 +1,6 @@
 """The headline, its color and the levels: none of them contradicts the tables below it."""
 
+import itertools
 from dataclasses import replace
 
 import polars as pl
@@ -11,8 +12,10 @@ from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.verdict import Seen, verdict_of
 from rankscope.analysis.report import terminal
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import build_timeline
 from support.by_hand import not_checked, run
+from support.kineto import kernel, launch, meta, step, write
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +122,7 @@ def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
         device_waits=None,
         waits_unseen=False,
         profiled=False,
+        schedule=None,
         is_running=False,
         code=code_of(timeline),
         aside="",
@@ -126,3 +130,31 @@ def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
     partly = replace(wait, fraction=0.25 + finding.lost_fraction, unexplained_fraction=0.25)
     verdict = verdict_of([finding], [], [], [partly], seen)
     assert verdict.endswith("; unexplained: wait for peers takes 25.0 % of the step.")
+
+
+def test_what_a_pipelines_schedule_takes_by_itself_is_said_of_a_capture(tmp_path):
+    """Stage s of 3 computes microbatch n of 5 from 10 (s + n) ms on, for 10 ms: 2 / 7 of that time it must idle."""
+    ends = {"send": "Dst Rank", "recv": "Src Rank"}
+    for stage in range(3):
+        events, number = [step(0, 0, 71_000)], itertools.count()
+        waited = 0
+        for microbatch in range(5):
+            begin = 10_000 * (stage + microbatch)
+            work = [("recv", stage - 1, waited, begin - waited), ("gemm", None, begin, 9_000)]
+            work.append(("send", stage + 1, begin + 9_000, 1_000))
+            for name, peer, at, length in work:
+                if peer is None or 0 <= peer < 3:
+                    told = {} if peer is None else meta(name, group="pp", ranks="[0, 1, 2]", **{ends[name]: peer})
+                    kind = "gemm" if peer is None else "ncclDevKernel_SendRecv"
+                    stream = {"recv": 20, "send": 21}.get(name, 7)
+                    events += [
+                        launch(at // 100, 5, launched := next(number)),
+                        kernel(kind, max(at, 100), length, launched, stream=stream, **told),
+                    ]
+            waited = begin + 10_000
+        reduced = meta("allreduce", group="all", ranks="[0, 1, 2]")
+        events.append(launch(900, 5, 99))
+        events.append(kernel("ncclDevKernel_AllReduce", waited, 71_000 - waited, 99, stream=22, **reduced))
+        write(tmp_path / f"rank{stage}.json", events)
+    verdict = diagnose(Trace.open(tmp_path)).verdict
+    assert "with 5 microbatches on 3 stages 1F1B idles 28.6 % of its time by itself" in verdict
