@@ -5,8 +5,9 @@ none is over on any rank before it has begun on the last. So streams of two rank
 their kernels agree one by one, their ends fall together, and every operation overlaps; of several that do, those whose
 ends differ least. Streams that fit no other rank's stay without a group: what they wait for is then not known.
 
-Several communicators that share a stream (synchronous operations since torch 2.8) agree only where their groups hold
-the same ranks.
+Several communicators that share a stream (synchronous operations since torch 2.8) agree where their groups hold the
+same ranks, and otherwise only if their operations have different names: a stream that fits no other is taken apart by
+these.
 
 Source: NCCL user guide, "Using multiple NCCL communicators concurrently", and "Group calls".
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,32 @@ def _stream(rows: pl.DataFrame, ops: Sequence[str]) -> _Stream:
 
 
 def _grouped(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[tuple[_Stream, int]]]:
-    """Return the streams of each group, and what to add to a position on each to get the same operation's on all."""
+    """Return the streams of each group, and what to add to a position on each to get the same operation's on all.
+
+    Streams that are alone are taken apart by the names of their operations where fewer operations are alone then.
+    """
+    groups = _fitting(streams, rooted)
+    mixed = {id(group[0][0]) for group in groups if len(group) == 1 and len(np.unique(group[0][0].kind)) > 1}
+    if not mixed:
+        return groups
+    apart = _fitting([part for one in streams for part in (_parts(one) if id(one) in mixed else [one])], rooted)
+    return min(groups, apart, key=lambda found: sum(len(of[0][0].rows) for of in found if len(of) == 1))
+
+
+def _parts(stream: _Stream) -> list[_Stream]:
+    """Return the operations of each name as streams of their own."""
+    which = [stream.kind == kind for kind in np.unique(stream.kind)]
+    return [
+        replace(
+            stream,
+            **{column: getattr(stream, column)[mine] for column in ("kind", "start_ns", "end_ns", "rows")},
+        )
+        for mine in which
+    ]
+
+
+def _fitting(streams: Sequence[_Stream], rooted: Collection[int]) -> list[list[tuple[_Stream, int]]]:
+    """Return the same of the streams as they are."""
     left, groups = list(streams), []
     while left:
         first, *left = left

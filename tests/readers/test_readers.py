@@ -426,6 +426,21 @@ def test_gpus_that_keep_in_step_by_one_group_are_not_taken_for_one_of_their_othe
     assert sorted(groups["members"].unique()) == ["0,1", "0,2", "1,3", "2,3"]
 
 
+def test_operations_of_two_groups_on_one_stream_are_taken_apart_by_their_names(tmp_path):
+    """GPUs 0 and 1 reduce, and each gathers with a GPU of its own: GPU 0 on two streams, GPU 1 on one."""
+    kernels = []
+    for i in range(40):
+        for gpus, at, name in (((0, 1), 0, 2), ((0, 2), 1_000_000, 4), ((1, 3), 2_500_000, 4)):
+            begin = 5_000_000 * i + at + 1_000 * (i % 7)
+            for gpu in gpus:
+                stream = 8 if name == 4 and gpu == 0 else 7
+                kernels.append((begin, begin + 300_000, gpu, process(50 + gpu), 10 * i + name, name, stream))
+    extra = "INSERT INTO StringIds VALUES (4, 'ncclDevKernel_AllGather_RING_LL');"
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, extra=extra))
+    groups = trace.table("groups").collect()
+    assert sorted(groups["members"].unique()) == ["0,1", "0,2", "1,3"]
+
+
 def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
     """GPU 1 begins each of 40 reductions 1 ms late, in a capture of 40 times 5 ms: GPU 0 waits 40 ms for it."""
     kernels = all_reduces([((0, 1), 0)], late_ns=1_000_000, late=1)
