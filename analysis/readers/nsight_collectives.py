@@ -141,10 +141,8 @@ def _operations(kernels: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
 
 def _called_in(collectives: pl.DataFrame, called: pl.DataFrame) -> pl.DataFrame:
     """Return the operations with `said`, the one of the range in which the host called each; null: in none."""
-    rows, by_torch = (
-        collectives.sort("start_ns").with_columns(said=pl.lit(None, pl.String)),
-        pl.col("name").str.contains(":"),
-    )
+    rows = collectives.sort("start_ns").with_columns(said=pl.lit(None, pl.String))
+    by_torch = pl.col("name").str.contains(":")
     for which in (by_torch, ~by_torch):  # NCCL's own ranges lie within torch's
         begun = called.filter(which).sort("start_ns").select("rank", "start_ns", until_ns="end_ns", called="op")
         rows = rows.join_asof(begun, on="start_ns", by="rank", check_sortedness=False)
