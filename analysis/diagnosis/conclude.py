@@ -135,6 +135,7 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_runn
         steps=steps,
         rate=Rate(ranks=world_size or len(judged.ranks), unit=_unit(timeline), price=price),
         breakdown=tables["breakdown"],
+        waits=timeline.waits,
         lead=lead_of(tables["breakdown"], tables["marks"]),
         device_waits=tables.get("device_waits"),
         waits_unseen=judged.waits_unseen,

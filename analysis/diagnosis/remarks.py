@@ -16,9 +16,10 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, percent, percent_at_most
 from rankscope.analysis.timeline.code_samples import Code
 
-__all__ = ["devices_wait", "left_open", "made_of", "not_read", "stopped", "unclear", "unknown"]
+__all__ = ["devices_wait", "left_open", "made_of", "not_read", "stopped", "unclear", "unknown", "waited_for"]
 
 LARGE = 0.05  # share of the step from which a remark mentions a part
+_FAR_LESS = 4.0  # times: of ranks that are alike the one that waits least waits up to 1.5 times less than the next one
 MUCH = 0.2  # share of the step from which it mentions what no check can judge
 
 
@@ -91,6 +92,21 @@ def left_open(breakdown: pl.DataFrame, lead: Lead | None, code: Code) -> str:
             text("; in {share} of the step compute and communication are not distinguished", share=percent(mixed))
         )
     return joined("", said)
+
+
+def waited_for(waits: pl.DataFrame) -> str:
+    """Return the rank that the others wait for, if it waits far less than any of them; `waits`: (rank, waited_ns)."""
+    ordered = waits.sort("waited_ns")
+    if len(ordered) < 3 or ordered["waited_ns"][0] * _FAR_LESS > ordered["waited_ns"][1]:
+        return ""
+    least, second, most = (duration(ordered["waited_ns"][at]) for at in (0, 1, -1))
+    return text(
+        "; rank {rank} arrives late: it waited {least} in the matched operations, the others {second} to {most}",
+        rank=ordered["rank"][0],
+        least=least,
+        second=second,
+        most=most,
+    )
 
 
 def not_read(stretch: Stretch | None) -> str:

@@ -51,6 +51,7 @@ class Seen:
     steps: StepSummary
     rate: Rate
     breakdown: pl.DataFrame
+    waits: pl.DataFrame  # (rank, waited_ns), of all matched operations
     lead: Lead | None
     device_waits: pl.DataFrame | None  # None: more than the hosts was seen
     waits_unseen: bool  # the tables may show them as computing
@@ -351,7 +352,8 @@ def _cannot_judge(healthy: Sequence[Healthy], not_checked: Sequence[NotChecked],
         why = text("{steps} seen, all of them warm-up", steps=counted(steps.warmup, "step"))
     place = None if steps.count else seen.code.most()
     seen_at = text("; main threads were mostly at {place}", place=place) if place else ""
-    more = joined("", (remarks.made_of(seen.breakdown), seen_at, absent))
+    late = "" if steps.count else remarks.waited_for(seen.waits)
+    more = joined("", (remarks.made_of(seen.breakdown), seen_at, late, absent))
     if healthy and not steps.count:
         return text("No rank hangs; no verdict: {why}{more}.", why=why, more=more)
     return text("No verdict: {why}{more}.", why=why, more=more)

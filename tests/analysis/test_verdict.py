@@ -118,6 +118,7 @@ def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
         steps=report.steps,
         rate=report.rate,
         breakdown=timeline.breakdown,
+        waits=timeline.waits,
         lead=None,
         device_waits=None,
         waits_unseen=False,

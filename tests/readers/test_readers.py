@@ -66,6 +66,24 @@ def test_how_long_a_rank_was_quiet_before_its_dump_follows_from_the_date_of_the_
     assert verdict.startswith(ran if quiet_s == 0.5 else "Rank 1 does not reach allreduce number 5")
 
 
+def test_the_rank_that_a_running_jobs_others_wait_for_is_said_of_its_dumps(tmp_path):
+    """Rank 1 comes to each of four all-reduces 1 s after ranks 0 and 2; all end 0.1 s later."""
+    contents = []
+    for rank in range(3):
+        content = dump(rank)
+        content["pg_config"]["0"]["ranks"] = "[0, 1, 2]"
+        (pending,) = content["entries"]
+        ended = []
+        for number in range(4):
+            called_s, end_s = 2 * number + (rank == 1), 2 * number + 1.1
+            times = {"time_created_ns": int(called_s * 1e9) + 1, "time_discovered_completed_ns": int(end_s * 1e9)}
+            ids = {"record_id": number, "collective_seq_id": number + 1}
+            ended.append(pending | ids | times | {"state": "completed", "retired": True})
+        contents.append(content | {"entries": ended, "pg_status": {}})
+    verdict = diagnose(Trace.open(write_dumps(tmp_path, *contents))).verdict
+    assert "rank 1 arrives late: it waited 0 ns in the matched operations, the others 4.00 s to 4.00 s" in verdict
+
+
 def test_parts_of_a_coalesced_operation_that_has_ended_block_no_rank(tmp_path):
     """The recorder says "scheduled" of a batch's send for good; what rank 0 waits in is the all-reduce after it."""
     content = dump(0)
