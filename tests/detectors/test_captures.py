@@ -119,6 +119,13 @@ def test_few_steps_are_enough_for_what_each_operation_shows(kind, steps, seed, t
     assert first["fraction"] > 2 / 3 * capture.truth.cost_fraction
 
 
+def test_a_longer_first_step_of_five_hides_no_late_host(tmp_path):
+    """Steps scatter too much for their mean to be clear of zero; the devices idle in each."""
+    capture = simulated(Case("host_bound", "loud", 5, 17, "report"))
+    first = told(roots(rankscope.diagnose(rankscope.open(write(capture, tmp_path))))[0])
+    assert is_right(first, capture.truth, capture)
+
+
 def of_ranks(case, ranks, folder):
     """The report on the files of these ranks of a capture, and what was planted in it."""
     capture = simulated(case)
