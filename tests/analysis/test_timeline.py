@@ -587,7 +587,8 @@ def test_compiled_sweep_and_its_python_twin_agree_on_a_job(parallel, tmp_path):
         ([30.0, 9, 8], 9, True),  # the first step of a capture is often longer
         ([0.0, 9], 0, False),  # one of two may be an event of that step
         ([0.0, 9, 9, 9, 9], 7.2, True),  # from five on steps are the sample
-        ([0.0, 0, 0, 0, 9], 1.8, False),
+        ([0.0, 0, 0, 0, 9], 0, False),
+        ([60.0, 9, 8, 9, 9], 9, True),  # whose mean is not clear of zero
     ],
 )
 def test_of_few_steps_the_gaps_are_the_sample_and_the_median_step_counts(of_steps, usual, clear):
