@@ -49,7 +49,7 @@ import polars as pl
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, plural, text
-from rankscope.analysis.text.phrases import NO_ROLES, counted, named
+from rankscope.analysis.text.phrases import NO_ROLES, counted, group_title, named
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.nccl_ras import SILENT
 from rankscope.collectors.rank_ranges import members_of
@@ -210,16 +210,11 @@ def resolution_ns(progress: pl.DataFrame) -> int | None:  # noqa: ARG001 - what 
 def _state(progress: pl.DataFrame, groups: pl.DataFrame) -> _State:
     p2p = set(progress.filter("is_p2p")["group_id"].to_list())
     once = groups.unique("group_id", keep="last", maintain_order=True)  # each of its ranks has a row
-    known = {
-        group_id: _Group(
-            group_id,
-            name if role in NO_ROLES else role,
-            text("group {name}", name=name) if role in NO_ROLES else role,
-            tuple(members_of(members)),
-            group_id in p2p,
-        )
-        for group_id, name, role, members in once.select("group_id", "name", "role", "members").iter_rows()
-    }
+    known = {}
+    for group_id, name, role, members in once.select("group_id", "name", "role", "members").iter_rows():
+        called = "" if role in NO_ROLES else role
+        title = called or group_title(name, role)
+        known[group_id] = _Group(group_id, called or name, title, tuple(members_of(members)), group_id in p2p)
     held: dict[int, _Held] = {}
     counts: dict[int, dict[int, _Count]] = {}
     unread: set[tuple[int, int]] = set()
