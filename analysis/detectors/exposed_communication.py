@@ -75,6 +75,8 @@ __all__ = ["detect", "detector", "resolution_ns"]
 
 detector = Detector(
     needs=("backward", "collectives"),
+    cost="bounded",
+    bound=lambda finding: f"op:{finding.where}=0" if finding.fix else None,  # no link is faster
     has_other_fixes=True,  # faster links, fewer bytes
     waited_for=False,
     lost_as=AS_EXPOSED,

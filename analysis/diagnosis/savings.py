@@ -123,7 +123,7 @@ def as_replayed(
             if beside_kind[0] > _HALF * gain_ns:
                 gain_ns, uncertainty_ns = beside_kind
             if _is_too_little(gain_ns, uncertainty_ns, least_ns):
-                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, fix)]
+                bounded = [other for other in bounded if (other.detector, other.fix) != (kind, one.fix)]
                 hidden.append(Healthy(detector=kind, resolution_ns=round(max(gain_ns, 0) + uncertainty_ns)))
             else:
                 bounded = _bounded(bounded, one, gain_ns, uncertainty_ns)
@@ -132,8 +132,9 @@ def as_replayed(
 
 def _with_fixes(kind: str, findings: Sequence[Finding]) -> dict[str, Finding]:
     """Return the findings of a kind by the fix that is replayed for each. None where one serves several, or of many."""
-    of_kind = [one for one in findings if one.detector == kind and one.fix and one.chance is None]
-    by_fix = {one.fix: one for one in of_kind if one.fix}
+    bound = spec_of(kind).bound
+    of_kind = [(fix, one) for one in findings if one.detector == kind and one.chance is None and (fix := bound(one))]
+    by_fix = dict(of_kind)
     return by_fix if len(by_fix) == len(of_kind) <= _REPLAYED else {}
 
 
@@ -169,23 +170,30 @@ def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertai
     share = gain_ns / one.lost_ns_per_step
     if gain_ns <= 0 or (share >= 1 and spec_of(one.detector).cost != "as_replayed"):
         return list(findings)
-    fraction = share * one.lost_fraction
-    cost: dict[str, Any] = {
+    cost = _cost(one, share, uncertainty_ns)
+    return [
+        replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > cost["lost_fraction"]) else f
+        for f in findings
+    ]
+
+
+def _cost(finding: Finding, share: float, uncertainty_ns: float) -> dict[str, Any]:
+    """Return the fields of a finding's cost, of which this share counts."""
+    fraction = share * finding.lost_fraction
+    return {
         "severity": severity(fraction),
-        "lost_ns_per_step": round(share * one.lost_ns_per_step),
-        "lost_ns_total": round(share * one.lost_ns_total),
+        "lost_ns_per_step": round(share * finding.lost_ns_per_step),
+        "lost_ns_total": round(share * finding.lost_ns_total),
         "lost_fraction": fraction,
         "uncertainty_ns": round(uncertainty_ns),
     }
-    return [
-        replace(f, **cost) if f is one or (f.fix == one.fix and f.lost_fraction > fraction) else f for f in findings
-    ]
 
 
 def with_gains(findings: tuple[Finding, ...], measure: Measure) -> tuple[tuple[Finding, ...], Fidelity | None]:
     """Return the findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
-    A finding without a fix keeps what its detector says.
+    A finding without a fix keeps what its detector says. One of late ranks, of which the waits give the least cost,
+    costs what its fix brings if that is more, beyond the error.
     """
     if not any(finding.fix for finding in findings):
         return findings, None
@@ -201,6 +209,9 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
         gain = run.gain(finding.fix)
     except BadFix:
         return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
+    if finding.chance is not None and fixes_more(gain, finding):
+        share = gain.gain_ns / finding.lost_ns_per_step
+        finding = replace(finding, **_cost(finding, share, gain.uncertainty_ns))
     error = gain.uncertainty_ns / run.step_ns
     saves = finding.lost_fraction if fixes_more(gain, finding) else max(gain.gain_ns, 0.0) / run.step_ns
     return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)

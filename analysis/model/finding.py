@@ -164,7 +164,7 @@ class StepSummary:
     mean_ns: int | None  # over ranks and judged steps: what shares are shares of
     median_ns: int | None
     p90_ns: int | None
-    source: str  # "rankscope.step()" | "ProfilerStep" | "optimizer" | "named ranges" | "capture" | "none"
+    source: str  # "rankscope.step()" | "ProfilerStep" | "optimizer" | "named ranges" | "optimizer's kernels" | …
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ __all__ = [
     "device_work",
     "kernel_op",
     "op_said",
+    "updates_weights",
 ]
 
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
@@ -53,6 +54,10 @@ _COMMUNICATION = re.compile(
     r"|(one|two)_shot_(all_)?reduce|cross_device_reduce|all_?reduce_fusion",
     re.IGNORECASE,
 )
+# Kernels of optimizers: those of torch (for many tensors, or for one), of apex and of bitsandbytes. Copies, fills and
+# norms of many tensors run elsewhere too, and embeddings are updated in the backward pass.
+_UPDATES = re.compile(r"multi_tensor_apply|addcdiv|adam|adagrad|rmsprop|lamb(?!da)|sgd", re.IGNORECASE)
+_NO_UPDATES = re.compile(r"copy|zero|norm|embedding|grad_clip", re.IGNORECASE)
 _BLIT = re.compile(r"^__amd_rocclr_(copy|fill)")  # AMD's copies and fills that run as kernels
 _NCCL_OP = re.compile(r"nccl(?:Symk?)?(?:Dev)?(?:Kernel)?_?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce)")
 
@@ -122,3 +127,8 @@ def kernel_op(name: str) -> str | None:
         return None
     found = _NCCL_OP.search(name)
     return _OPS[found[1]] if found else "unknown"
+
+
+def updates_weights(name: str) -> bool:
+    """Say whether a kernel of this name is part of an optimizer's step."""
+    return bool(_UPDATES.search(name)) and not _NO_UPDATES.search(name)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
+from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.text.message import Text
 
 __all__ = ["AS_EXPOSED", "AS_WAITING", "Detector", "name_of"]
@@ -31,6 +33,7 @@ class Detector:
     explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.
     cost: "measured" by itself; or that and at most what its fix brings in a replay ("bounded"), or just what its fix
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
+    bound: the fix of a finding by which its cost is bounded, where that is not the one that it names.
     has_other_fixes: the fix that is replayed is one of several, so that its findings rank by what they cost.
     waited_for: other ranks wait for those that its finding names.
     slows_all_alike: what it finds does not explain that ranks wait for each other.
@@ -50,6 +53,7 @@ class Detector:
     explains_share: float = 1.0
     explains_within_error: bool = False
     cost: Literal["measured", "bounded", "as_replayed"] = "measured"
+    bound: Callable[[Finding], str | None] = attrgetter("fix")
     has_other_fixes: bool = False
     waited_for: bool = True
     slows_all_alike: bool = False

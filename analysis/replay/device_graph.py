@@ -249,9 +249,12 @@ def _add_rank(
     alone = instance < 0
     own = np.clip(end - np.maximum(start, may_begin), 0, None)
     kernel = np.empty(len(start), np.int32)
-    kernel[alone] = nodes.add(own[alone], end[alone], rank=rank, part=part[alone], label=label[alone])
+    when = host.launch_ns
+    kernel[alone] = nodes.add(
+        own[alone], end[alone], rank=rank, part=part[alone], label=label[alone], launched=when[alone]
+    )
     at = np.maximum(start, may_begin)[~alone]
-    sides = _add_sides(nodes, rank, code, matched[arrived[~alone]], at, end[~alone])
+    sides = _add_sides(nodes, rank, code, matched[arrived[~alone]], at, end[~alone], when[~alone])
     kernel[~alone] = sides.done
     entered = kernel.copy()
     entered[~alone] = sides.arrival
@@ -266,7 +269,13 @@ def _add_rank(
 
 
 def _add_sides(
-    nodes: NodeBlocks, rank: int, code: dict[str, int], matched: pl.DataFrame, arrived_ns: Ints, ended_ns: Ints
+    nodes: NodeBlocks,
+    rank: int,
+    code: dict[str, int],
+    matched: pl.DataFrame,
+    arrived_ns: Ints,
+    ended_ns: Ints,
+    launched_ns: Ints,
 ) -> _Sides:
     """Return the arrival and the end of each of these collectives.
 
@@ -275,16 +284,14 @@ def _add_sides(
     instance = matched["instance_id"].cast(pl.Int64).to_numpy()
     op = numbers(matched["op"], code)
     position = matched["_position"].to_numpy()
-    arrival = nodes.add(np.zeros_like(arrived_ns), arrived_ns, rank=rank, part=_TRANSFER, label=op, instance=instance)
+
+    def added(duration: Ints, end: Ints, cycle: Ints | int = -1) -> Ints:
+        of_op: dict[str, Any] = {"instance": instance, "cycle": cycle, "launched": launched_ns}
+        return nodes.add(duration, end, rank=rank, part=_TRANSFER, label=op, **of_op)
+
+    arrival = added(np.zeros_like(arrived_ns), arrived_ns)
     residual = np.zeros_like(arrived_ns)
-    done = nodes.add(
-        *(residual, ended_ns),
-        rank=rank,
-        part=_TRANSFER,
-        label=op,
-        instance=instance,
-        cycle=(rank + 2) * _POSITIONS + position,
-    )
+    done = added(residual, ended_ns, (rank + 2) * _POSITIONS + position)
     return _Sides(instance, arrival, done, arrived_ns, ended_ns, op, position, residual)
 
 
@@ -347,7 +354,7 @@ def _add_ends_of_steps(
     """
     begin, over = steps["start_ns"].to_numpy(), steps["end_ns"].to_numpy()
     step = steps["step"].to_numpy()
-    host = {"rank": rank, "part": PARTS.index("host"), "label": code[NO_REGION]}
+    host: dict[str, Any] = {"rank": rank, "part": PARTS.index("host"), "label": code[NO_REGION]}
     zero = nodes.add(begin[:1] - nodes.origin_ns, begin[:1], **host)
     last = np.concatenate([begin[:1], over[:-1]])
     earlier: list[Ints] = []

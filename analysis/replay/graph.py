@@ -54,6 +54,7 @@ class Nodes:
     instance: NDArray[np.integer]  # `instance_id` of the collective that the node belongs to, -1: none
     start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
     end_ns: Ints
+    launched_ns: Ints | None = None  # when the host called what a device did; -1: done by the host. None: no devices
     parts: tuple[str, ...]
     labels: tuple[str, ...]
     origin_ns: int
@@ -148,9 +149,19 @@ def longest_chain(graph: Graph, end_ns: Ints, last: int) -> Shorts:
 
 
 def operations_before(graph: Graph) -> Shorts:
-    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step."""
+    """How many matched operations the node's rank had called in the node's step when it began; 0 of no rank or step.
+
+    Of what a device did: when it was launched, since a device computes on while an operation is in flight.
+    """
+    section = _operations_before(graph, graph.start_ns)
+    if graph.launched_ns is None:
+        return section
+    return np.where(graph.launched_ns < 0, section, _operations_before(graph, graph.launched_ns))
+
+
+def _operations_before(graph: Graph, called_ns: Ints) -> Shorts:
     sides = np.flatnonzero((graph.rank >= 0) & (graph.step >= 0) & (graph.instance >= 0))
-    sides = sides[np.lexsort((graph.start_ns[sides], graph.instance[sides], graph.rank[sides]))]
+    sides = sides[np.lexsort((called_ns[sides], graph.instance[sides], graph.rank[sides]))]
     first = (np.diff(graph.rank[sides], prepend=-1) != 0) | (np.diff(graph.instance[sides], prepend=-1) != 0)
     calls = sides[first]  # where its arrival and its end are two nodes
     section = np.zeros(len(graph), np.int32)
@@ -162,8 +173,8 @@ def operations_before(graph: Graph) -> Shorts:
         return np.where(graph.step[nodes] < 0, -1, graph.rank[nodes].astype(np.int64) * steps + graph.step[nodes])
 
     place = place_of(calls)
-    order = np.lexsort((graph.start_ns[calls], place))
-    called, place = graph.start_ns[calls[order]], place[order]
+    order = np.lexsort((called_ns[calls], place))
+    called, place = called_ns[calls[order]], place[order]
     places, begin, of = np.unique(place, return_index=True, return_inverse=True)
     since = called[begin]
     width = int((called - since[of]).max()) + 2  # a place's calls have the keys from its number times this on
@@ -172,7 +183,7 @@ def operations_before(graph: Graph) -> Shorts:
         some = slice(at, at + _AT_ONCE)
         place = place_of(some)
         of = np.minimum(np.searchsorted(places, place), len(places) - 1)
-        after = np.clip(graph.start_ns[some] - since[of], -1, width - 2)
+        after = np.clip(called_ns[some] - since[of], -1, width - 2)
         count = np.searchsorted(keys, of * width + after, side="right") - begin[of]
         section[some] = np.where(places[of] == place, count, 0)
     return section
@@ -203,6 +214,7 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
         instance=np.ascontiguousarray(nodes.instance[order], dtype=np.int64),
         start_ns=nodes.start_ns[order],
         end_ns=nodes.end_ns[order],
+        launched_ns=None if nodes.launched_ns is None else nodes.launched_ns[order],
         parts=nodes.parts,
         labels=nodes.labels,
         origin_ns=nodes.origin_ns,

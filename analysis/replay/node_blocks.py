@@ -38,10 +38,11 @@ class NodeBlocks:
         label: Ints | int,
         instance: Ints | int = -1,
         cycle: Ints | int = -1,
+        launched: Ints | int = -1,
     ) -> Ints:
         """Numbers of new nodes. They began no later than `end` - `duration`."""
         size = len(duration)
-        times = {"duration": duration, "end": end, "instance": instance, "cycle": cycle}
+        times = {"duration": duration, "end": end, "instance": instance, "cycle": cycle, "launched": launched}
         codes = {"rank": rank, "part": part, "label": label}
         for block, kind in ((times, np.int64), (codes, np.int32)):
             for name, values in block.items():
@@ -70,6 +71,7 @@ class NodeBlocks:
             instance=rows.pop("instance"),
             start_ns=start,
             end_ns=rows.pop("end"),
+            launched_ns=rows.pop("launched"),
             parts=parts,
             labels=labels,
             origin_ns=self.origin_ns,

@@ -27,11 +27,13 @@ from rankscope.analysis.timeline.host_breakdown import breakdown, check_phases, 
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
 from rankscope.analysis.timeline.nccl_ras import late_ranks
+from rankscope.analysis.timeline.optimizer_kernels import steps_of_kernels
 from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.rank_exits import rank_exits
 from rankscope.analysis.timeline.steps import (
     NAMED,
+    UPDATES,
     agreement,
     find_steps,
     in_steps,
@@ -306,8 +308,11 @@ def _host_steps(source: _Source, matched: _Matched, regions: pl.DataFrame) -> tu
     of_records = (gap for gap in source.trace.gaps() if gap.table in ("*", "regions"))
     lossy = {gap.rank for gap in of_records if gap.count and gap.rank is not None}
     marks = source.read("steps", key="end_ns")
-    steps, incomparable, of_numbers = _comparable_steps(marks, regions, matched.collectives, matched.counted, lossy)
-    if steps.is_empty():
+    found = find_steps(marks, regions, matched.collectives)
+    found = steps_of_kernels(matched.kernels) if found.is_empty() else found
+    steps, incomparable, of_numbers = _comparable_steps(found, matched.collectives, matched.counted, lossy)
+    if found.is_empty() or (incomparable and found["source"][0] == UPDATES):
+        incomparable = []
         tables = (t.select("rank", "start_ns", "end_ns") for t in (matched.kernels, matched.launches, regions))
         steps = whole_captures(*(table.filter(matched.has_device) for table in tables))
     if source.stretch:
@@ -389,19 +394,15 @@ def _on_a_clock(collectives: pl.DataFrame) -> pl.DataFrame:
 
 
 def _comparable_steps(
-    marks: pl.DataFrame,
-    regions: pl.DataFrame,
+    steps: pl.DataFrame,
     collectives: pl.DataFrame,
     counted: pl.DataFrame | None,
     lossy: set[int],
 ) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
-    """Return the steps, numbered alike on all ranks, or a gap that says that they are not.
-
-    Of part of a run as `counted`.
+    """Return the steps, numbered alike on all ranks (of part of a run as `counted`), or a gap that says they are not.
 
     And gaps that say how those of `lossy` ranks, which lost records, were numbered.
     """
-    steps = find_steps(marks, regions, collectives)
     if counted is not None and len(steps):
         steps = number_by_time(steps, counted)
     same = agreement(steps, collectives)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +25,7 @@ _DRIFT_SPAN_NS = 30_000_000_000  # shorter spans do not show a drift of a few pp
 _GOOD_RTT, _GOOD_RTT_NS = 2, 20_000  # a burst counts if its best round trip is at most 2 × the best + 20 µs
 _MOST_DRIFT = 100e-6  # of two quartzes at their worst, 50 ppm each; where NTP steers them it is far less
 _WRONG = 0.05  # share of bounds that may be wrong; with more, the clock is no straight line
+_NEARLY_ALL = 0.9  # of the ends of operations
 _BUCKETS, _FINE_BUCKETS, _IN_BUCKET = 32, 1024, 100
 
 Ints = NDArray[np.int64]
@@ -74,6 +75,9 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
     are part of the bounds. Bounds that fit no line are left out, the fewest; were they more than 5 %, the clock stays
     unknown.
 
+    On devices such an operation ends on all ranks within the time of one of its parts, some tens of µs. Where the ends
+    show the clock to within less than the corridor, they place it: `error_ns` is what 9 in 10 of them are off by.
+
     Source: Duda, Harrus, Haddad and Bernard, "Estimating global time in distributed systems" (ICDCS 1987).
     """
     placed = {c.node: c for c in clocks}
@@ -83,7 +87,11 @@ def clocks_by_causality(matched: pl.DataFrame, clocks: Iterable[Clock]) -> list[
     while True:
         known = [c for c in placed.values() if c.error_ns is not None]
         bounds = _bounds(events, known)
-        found = [_clock_between(node, rows) for (node,), rows in bounds.group_by("node", maintain_order=True)]
+        ends = {node: rows for (node,), rows in _ends(events, known).group_by("node")}
+        found = [
+            _by_ends(_clock_between(node, rows), ends.get(node))
+            for (node,), rows in bounds.group_by("node", maintain_order=True)
+        ]
         new = {c.node: c for c in found if c is not None and c.node in placed}
         if not new:
             return list(placed.values())
@@ -175,7 +183,10 @@ def _unix_minus_monotonic(anchors: pl.DataFrame) -> int | None:
 
 
 def _events(matched: pl.DataFrame) -> pl.DataFrame:
-    """instance_id, node, came_ns (the last that must have happened before any end), ended_ns (the first end)."""
+    """instance_id, node, came_ns (the last that must have happened before any end), ended_ns (the first end).
+
+    And done_ns: the same of operations that end at once on all devices.
+    """
     op, arrival = pl.col("op"), pl.coalesce("device_start_ns", "start_ns")
     return (
         matched.lazy()
@@ -185,9 +196,10 @@ def _events(matched: pl.DataFrame) -> pl.DataFrame:
             "node",
             came_ns=pl.when(~op.is_in(P2P_OPS) | (op == "send")).then(arrival),
             ended_ns=pl.when(op != "send").then("end_ns"),
+            done_ns=pl.when(op.is_in(MUTUAL_OPS), pl.col("device_start_ns").is_not_null()).then("end_ns"),
         )
         .group_by("instance_id", "node")
-        .agg(pl.col("came_ns").max(), pl.col("ended_ns").min())
+        .agg(pl.col("came_ns").max(), pl.col("ended_ns", "done_ns").min())
         .collect()
     )
 
@@ -214,6 +226,47 @@ def _bounds(events: pl.DataFrame, known: list[Clock]) -> pl.DataFrame:
         "node", at_ns="ended_ns", offset_ns=pl.col("came_there_ns") - pl.col("ended_ns"), is_upper=False
     )
     return pl.concat([upper, lower]).drop_nulls().sort("node", "at_ns", "is_upper", "offset_ns").collect()
+
+
+def _ends(events: pl.DataFrame, known: list[Clock]) -> pl.DataFrame:
+    """node, at_ns, offset_ns, error_ns: by ends of operations, as the known node that errs least has them."""
+    errors = {c.node: c.error_ns for c in known}
+    done = events.select("instance_id", "node", end_ns="done_ns").drop_nulls()
+    is_known = pl.col("node").is_in(list(errors))
+    there = apply_clocks(done.filter(is_known), known).with_columns(
+        error_ns=pl.col("node").replace_strict(errors, return_dtype=pl.Int64)
+    )
+    there = there.sort("error_ns", "node").unique("instance_id", keep="first")
+    there = there.select("instance_id", "error_ns", there_ns="end_ns")
+    here = done.filter(~is_known).join(there, on="instance_id")
+    return here.select("node", "error_ns", at_ns="end_ns", offset_ns=pl.col("there_ns") - pl.col("end_ns"))
+
+
+def _by_ends(clock: Clock | None, ends: pl.DataFrame | None) -> Clock | None:
+    """Return the clock that the ends of operations show, if that errs less and lies within the error of this one."""
+    if clock is None or clock.error_ns is None or ends is None:
+        return clock
+    ends = ends.sort("at_ns")
+    since, offset = ends["at_ns"].to_numpy() - clock.at_ns, ends["offset_ns"].to_numpy() - clock.offset_ns
+    drift = 0.0
+    if since[-1] - since[0] >= _DRIFT_SPAN_NS:
+        third = max(len(since) // 3, 1)
+        (first, middle), (last, end) = (
+            (np.median(since[of]), np.median(offset[of])) for of in (slice(third), slice(-third, None))
+        )
+        drift = float((end - middle) / (last - first))
+    ahead = float(np.median(offset - drift * since))
+    error = ends["error_ns"].to_numpy().max() + np.quantile(np.abs(offset - ahead - drift * since), _NEARLY_ALL)
+    apart = np.abs(ahead + (drift - clock.drift_ppm * 1e-6) * since).max()
+    if error >= clock.error_ns or apart > clock.error_ns:
+        return clock
+    return replace(
+        clock,
+        offset_ns=clock.offset_ns + round(ahead),
+        drift_ppm=drift * 1e6,
+        error_ns=int(np.ceil(error)) + 1,
+        source="ends",
+    )
 
 
 def _clock_between(node: int, bounds: pl.DataFrame) -> Clock | None:

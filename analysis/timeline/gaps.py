@@ -11,7 +11,7 @@ from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import how_to_profile
 from rankscope.analysis.timeline.hang_progress import given_up
 from rankscope.analysis.timeline.host_breakdown import InvariantError
-from rankscope.analysis.timeline.steps import CAPTURE
+from rankscope.analysis.timeline.steps import CAPTURE, UPDATES
 
 __all__ = ["broken", "clock_gaps", "early_gaps", "step_gaps", "timing_gaps", "unmatched_gaps"]
 
@@ -96,8 +96,11 @@ def step_gaps(steps: pl.DataFrame, ranks: pl.DataFrame, reported: set[int | None
     if steps["source"][0] == CAPTURE:
         why = text("{why_none}; the whole capture is taken as one step", why_none=why_none)
         return [Gap(table="steps", rank=None, node=None, count=None, why=why)]
+    inferred = steps["source"][0] == UPDATES
+    why = text("nothing names the steps: they end where the kernels of the optimizer do")
+    gaps = [Gap(table="steps", rank=None, node=None, count=None, why=why)] if inferred else []
     without = sorted(set(ranks["rank"].to_list()) - set(steps["rank"].to_list()) - reported)
-    gaps = [
+    gaps += [
         Gap(table="steps", rank=rank, node=None, count=None, why=text("rank {rank} has no step", rank=rank))
         for rank in without
     ]

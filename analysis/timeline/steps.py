@@ -20,6 +20,7 @@ __all__ = [
     "OPTIMIZER",
     "PROFILER",
     "STEP_COLUMNS",
+    "UPDATES",
     "agreement",
     "find_steps",
     "in_steps",
@@ -38,6 +39,7 @@ MARKERS = "rankscope.step()"
 PROFILER = "ProfilerStep"
 OPTIMIZER = "optimizer"
 NAMED = "named ranges"
+UPDATES = "optimizer's kernels"
 CAPTURE = "capture"
 
 STEP_COLUMNS = {

@@ -160,6 +160,20 @@ def test_offset_and_drift_are_recovered_within_the_bound_without_pings(offset_ns
     assert clock.drift_ppm == pytest.approx(drift_ppm, abs=2)
 
 
+@pytest.mark.parametrize(("apart_ns", "source"), [(30_000, "ends"), (60 * MS, "causality")])
+def test_devices_end_an_operation_together_which_places_a_clock_where_one_rank_is_always_late(apart_ns, source):
+    """Rank 1 begins each of 50 operations 20 ms late, or its clock is behind: that of 0.2 ms then takes 20.2 ms."""
+    rng = np.random.default_rng(3)
+    start = BEGIN + np.arange(50)[:, None] * 100 * MS + np.array([0, 20 * MS])
+    end = start[:, 1:] + 200_000 + rng.integers(0, apart_ns, (50, 2))
+    rows = seen(start, end, 7 * MS, 0).with_columns(device_start_ns=pl.col("start_ns"))
+    clock = placed(rows)
+    assert clock.source == source
+    assert abs(clock.offset_ns - 7 * MS) <= clock.error_ns
+    assert (clock.error_ns < 40_000) == (source == "ends")
+    assert placed(rows.with_columns(device_start_ns=None)).error_ns > 5 * MS
+
+
 def test_two_percent_of_wrong_ends_do_not_move_the_clock_and_are_repaired_and_counted():
     """120 of 6,000 operations end on rank 1 by 2 to 50 ms too early."""
     start, end = true_operations(600)

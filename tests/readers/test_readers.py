@@ -548,6 +548,71 @@ def test_ranges_of_torch_and_else_of_nccl_itself_say_what_a_kernel_does(tmp_path
     assert ops[op] >= 40
 
 
+@pytest.mark.parametrize("runtime", [True, False], ids=["launches", "no launches"])
+def test_steps_of_an_export_without_ranges_end_with_the_optimizers_kernels(tmp_path, runtime):
+    """8 steps of 5 ms: 40 kernels of 0.1 ms and 3 of the optimizer with one between them; 20 kernels evaluate once.
+
+    Many tensors are copied and zeroed in each step, by kernels of the same name otherwise.
+    """
+    adam, copy, zero = (
+        f"void multi_tensor_apply_kernel<TensorListMetadata<{n}>, {functor}>"
+        for n, functor in ((4, "FusedAdamMathFunctor<float>"), (2, "CopyFunctor<float>"), (1, "ZeroFunctor<float>"))
+    )
+    names = [4, *[1] * 20, 5, *[1] * 20, 6, 1, 6, 6]  # 46 kernels
+    kernels, at = [], 0
+    for step in range(8):
+        for name in [*names, *([1] * 20 if step == 3 else [])]:
+            kernels.append((at, at + 100_000, 0, process(50), len(kernels), name))
+            at += 100_000
+    calls = [(begin - 5_000, begin - 1_000, process(50) + 50, correlation) for begin, *_, correlation, _ in kernels]
+    extra = f"INSERT INTO StringIds VALUES (4, '{zero}'), (5, '{copy}'), (6, '{adam}');"
+    report = diagnose(
+        Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls if runtime else (), extra=extra))
+    )
+    assert (report.steps.source, report.steps.count) == ("optimizer's kernels", 8)
+    assert report.steps.median_ns == pytest.approx(4_600_000, abs=10_000)
+    assert "nothing names the steps: they end where the kernels of the optimizer do" in {gap.why for gap in report.gaps}
+
+
+def test_a_rank_whose_host_stalls_costs_what_a_replay_without_the_stall_saves_where_others_compute_meanwhile(tmp_path):
+    """In each of 6 steps GPU 2 has nothing to do for 15 ms, then all compute 20 ms, and 4 times 5 ms for a bucket.
+
+    The other GPUs reach their first reduction of 1.5 ms when GPU 2 has 15 ms left until its own, and compute on: of
+    these they wait 10.5 ms without computing, and more of the reductions comes after what they compute.
+    """
+    stall, begin, kernels, calls = 15_000_000, 1_000_000, [], []
+
+    def add(gpu, start, ns, launched, name, stream):
+        calls.append((launched, launched + 10, process(50 + gpu) + 50 + gpu, len(kernels)))
+        kernels.append((start, start + ns, gpu, process(50 + gpu), len(kernels), name, stream))
+
+    for _ in range(6):
+        own = [begin + (stall if gpu == 2 else 0) for gpu in range(3)]
+        launched = [at - (5_000 if gpu == 2 else 500_000) for gpu, at in enumerate(own)]
+        reduced = 0
+        for bucket in range(5):
+            for gpu in range(3):
+                for _ in range(20 if bucket == 0 else 5):
+                    add(gpu, own[gpu], 1_000_000, launched[gpu], 1, 7)
+                    own[gpu] += 1_000_000
+                    launched[gpu] += 10
+            if bucket:
+                starts = [max(at, reduced) for at in own]
+                reduced = max(starts) + 1_500_000
+                for gpu in range(3):
+                    add(gpu, starts[gpu], reduced - starts[gpu], launched[gpu], 2, 8)
+                    launched[gpu] += 10
+        for gpu in range(3):
+            add(gpu, reduced, 1_000_000, launched[gpu], 4, 7)
+        begin = reduced + 1_000_000
+    extra = "INSERT INTO StringIds VALUES (4, 'multi_tensor_apply_kernel<FusedAdam>');"
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls, extra=extra)))
+    found = report.findings[0]
+    assert (found.detector, found.ranks) == ("slow_rank", (2,))
+    assert found.lost_ns_per_step == pytest.approx(stall, rel=0.05)
+    assert found.gain_fraction * report.steps.mean_ns == pytest.approx(stall, rel=0.05)
+
+
 def test_exposed_communication_needs_no_ranges(tmp_path):
     """A reduction of 0.4 ms after each 0.9 ms of work, with nothing beside it; the capture is the step."""
     kernels = [
