@@ -193,7 +193,8 @@ def _of_gradients(
     seen: tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool], least: tuple[float, float], max_buckets: int
 ) -> list[Finding]:
     grid, rows, spans, is_alone = seen
-    most = min(max_buckets, max(1, int(np.median(spans["bytes"]) // _LEAST_BUCKET_BYTES)))
+    size = float(np.median(spans["bytes"]))
+    most = min(max_buckets, max(1, int(size // _LEAST_BUCKET_BYTES))) if size else max_buckets
     left = np.stack([_left_over(spans, buckets) for buckets in range(1, most + 1)])
     saved = np.median(spans["exposed"] - left, axis=1)  # (buckets, step), of the median rank
     means = [estimate(np.maximum(of_buckets, 0.0), TRIM) for of_buckets in saved]
@@ -204,7 +205,22 @@ def _of_gradients(
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
     lost = means[buckets - 1]
     exposed, communication = float(np.median(spans["exposed"])), float(np.median(spans["exposed"] + spans["hidden"]))
-    size_mb = float(np.median(spans["bytes"])) / buckets / 2**20
+    advice = text(
+        "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: set bucket_cap_mb to "
+        "about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by hand, do it layer by layer "
+        "from hooks.",
+        buckets=buckets,
+        share=percent(1 - lost.ns / exposed),
+        size_mb=size / buckets / 2**20,
+    )
+    if not size:
+        advice = text(
+            "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: lower "
+            "bucket_cap_mb in DistributedDataParallel; where gradients are reduced by hand, do it layer by layer "
+            "from hooks.",
+            buckets=buckets,
+            share=percent(1 - lost.ns / exposed),
+        )
     return [
         Finding(
             detector="exposed_communication",
@@ -214,14 +230,7 @@ def _of_gradients(
                 exposed=duration(exposed),
             ),
             where="after backward",
-            advice=text(
-                "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: set "
-                "bucket_cap_mb to about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by "
-                "hand, do it layer by layer from hooks.",
-                buckets=buckets,
-                share=percent(1 - lost.ns / exposed),
-                size_mb=size_mb,
-            ),
+            advice=advice,
             evidence=longest_rows(rows, "collectives"),
             **price(grid, lost, lost.ns),
         )
@@ -433,7 +442,8 @@ def _spans(
     exposed = looked_up(inside(moved), window.select(*by_step, "computed_ns"), by_step)
     exposed = exposed.filter(pl.col("start_ns") >= pl.col("computed_ns")).with_columns(ns=length)
     hidden = _hidden_by_marks(collectives, phases, window) if by_marks else _hidden(collectives, window)
-    if window.is_empty() or hidden["size_bytes"].sum() == 0:
+    is_known = hidden["size_bytes"].null_count() < len(hidden)
+    if window.is_empty() or hidden.is_empty() or (is_known and hidden["size_bytes"].sum() == 0):
         raise NotResolvable(text("no reduction of gradients was seen between backward and optimizer"))
     backward = window.select(*by_step, ns=pl.col("computed_ns") - pl.col("backward_ns"))
     spans = {

@@ -18,9 +18,9 @@ __all__ = ["incomplete_steps", "left_out", "not_observed"]
 
 
 def incomplete_steps(steps: pl.DataFrame) -> list[Gap]:
-    """Return the steps that were excluded because a rank lacks them."""
+    """Return the steps that were excluded because a rank lacks them, or a part of them."""
     count = steps.filter(pl.col("aside") == "incomplete")["step"].n_unique()
-    why = text("{count} not analyzed, since not all ranks have them", count=counted(count, "step"))
+    why = text("{count} not analyzed, since not all ranks have all of them", count=counted(count, "step"))
     return [Gap(table="steps", rank=None, node=None, count=count, why=why)] if count else []
 
 

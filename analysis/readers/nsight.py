@@ -3,7 +3,7 @@
 Device work, the calls that launched it, and NVTX ranges; several GPUs may share one file. A file does not say which
 ranks its GPUs are: where each file is of one GPU, the numbers in the files' names are taken; else ranks are counted in
 the order of the names and, within a file, of the devices. Tables that an export lacks are no error, but `gaps` names
-them. Times are ns since the capture began, on one clock per file, or per host where the files say when they began.
+them. Times are on one clock per file, or per host where the files say when they began.
 
 Source: Nsight Systems user guide, "SQLite schema reference"; exports of 2021 to 2026.
 """
@@ -94,7 +94,7 @@ class _Capture:
     places: Sequence[tuple[int | None, int]]
     gpus: Mapping[int, str]
     host: str
-    since: tuple[int, int] | None  # when time 0 was: unix time, and the host's own clock since it was started
+    since: tuple[int, int | None] | None  # when time 0 was: unix time, and the host's own clock if that is known
     version: str
     problems: tuple[tuple[str, int | None, str], ...]  # table, count, why
 
@@ -182,21 +182,29 @@ def _matched(
 def _nodes(captures: Sequence[_Capture]) -> list[tuple[int, int]]:
     """Return each file's node, and what to add to its times.
 
-    Files of one host that say when they began share its clock. A host is the same if it has the name and was started at
-    the same time.
+    Files of one host that say when they began share its clock: its own, else unix time. A host is the same if it has
+    the name and, where its own clock is known, was started at the same time.
     """
     found: list[tuple[int, int]] = []
-    hosts: list[tuple[str, int, int]] = []  # of each node: name, when it was started, time 0 of its first file
+    hosts: list[tuple[str, int | None, int]] = []  # of each node: name, when it was started, time 0 of its first file
     for capture in captures:
-        unix_ns, own_ns = capture.since or (0, 0)
+        unix_ns, own_ns = capture.since or (0, None)
+        started_ns = None if own_ns is None else unix_ns - own_ns
+        began_ns = unix_ns if own_ns is None else own_ns
         node = len(hosts)
-        for known, (name, started_ns, _) in enumerate(hosts if capture.since else []):
-            if name == capture.host and abs(unix_ns - own_ns - started_ns) < _SAME_START_NS:
+        for known, (name, known_ns, _) in enumerate(hosts if capture.since else []):
+            if name == capture.host and _is_same(started_ns, known_ns):
                 node = known
         if node == len(hosts):
-            hosts.append((capture.host if capture.since else "", unix_ns - own_ns, own_ns))
-        found.append((node, own_ns - hosts[node][2]))
+            hosts.append((capture.host if capture.since else "", started_ns, began_ns))
+        found.append((node, began_ns - hosts[node][2]))
     return found
+
+
+def _is_same(started_ns: int | None, other_ns: int | None) -> bool:
+    if started_ns is None or other_ns is None:
+        return started_ns is other_ns
+    return abs(started_ns - other_ns) < _SAME_START_NS
 
 
 def _ranks(capture: _Capture, first: int, node: int, start_ns: int) -> list[dict[str, Any]]:
@@ -401,10 +409,15 @@ class _Reading:
     def _settings(self, name: str) -> list[tuple[str, str]]:
         return self._select(name, "run", name=("name", pl.String), value=("value", pl.String)).rows()
 
-    def _since(self) -> tuple[int, int] | None:
+    def _since(self) -> tuple[int, int | None] | None:
         columns = {"unix": ("utcEpochNs", pl.Int64), "own": ("systemClockNs", pl.Int64)}
-        found = self._select("TARGET_INFO_SESSION_START_TIME", "clocks", **columns).drop_nulls()
-        return found.row(0) if len(found) else None
+        found = self._select("TARGET_INFO_SESSION_START_TIME", "clocks", **columns).drop_nulls("unix")
+        if found.is_empty():
+            return None
+        unix_ns, own_ns = found.row(0)
+        first = self._select("ANALYSIS_DETAILS", "clocks", start_ns=("startTime", pl.Int64)).drop_nulls()
+        start_ns = first["start_ns"][0] if len(first) else 0  # the time in the file when the recording began
+        return unix_ns - start_ns, None if own_ns is None else own_ns - start_ns
 
     def _columns(self, name: str) -> set[str]:
         return {row[1] for row in self._database.execute(f'PRAGMA table_info("{name}")')}

@@ -20,14 +20,14 @@ from rankscope.analysis.timeline.cuda_events import MARK_COLUMNS, by_marks, mark
 from rankscope.analysis.timeline.device_breakdown import device_phases, with_launches, with_waits
 from rankscope.analysis.timeline.device_clocks import device_clocks, on_one_clock
 from rankscope.analysis.timeline.device_waits import awaited, known_waits, split_by_durations, without_waits
-from rankscope.analysis.timeline.excluded_steps import set_lost_aside, without_lost_operations
+from rankscope.analysis.timeline.excluded_steps import set_cut_aside, set_lost_aside, without_lost_operations
 from rankscope.analysis.timeline.gaps import broken, clock_gaps, early_gaps, step_gaps, timing_gaps, unmatched_gaps
 from rankscope.analysis.timeline.hang_progress import last_begun_ns, last_progress
 from rankscope.analysis.timeline.host_breakdown import breakdown, check_phases, phases
 from rankscope.analysis.timeline.matching import match_collectives
 from rankscope.analysis.timeline.nccl_durations import proxies, with_durations
 from rankscope.analysis.timeline.nccl_ras import late_ranks
-from rankscope.analysis.timeline.optimizer_kernels import steps_of_kernels
+from rankscope.analysis.timeline.optimizer_kernels import optimizer_regions, steps_of
 from rankscope.analysis.timeline.pipeline_ops import stage_ops, steps_of_ops
 from rankscope.analysis.timeline.profiled_steps import profiled_gaps, set_profiled_aside
 from rankscope.analysis.timeline.rank_exits import rank_exits
@@ -265,12 +265,19 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     """Find the steps and number them alike, first on the hosts, then on the devices; say which count and why not."""
     stretch, collectives = source.stretch, matched.collectives
     regions = source.read("regions")
-    hosts, incomparable, of_numbers = _host_steps(source, matched, regions)
-    if (hosts["source"] == NAMED).any() or source.trace.source != "native":
+    is_capture, updates = source.trace.source != "native", regions.clear()
+    if is_capture and not (regions["kind"] == "optimizer").any():
+        runs = optimizer_regions(matched.kernels)
+        updates = pl.concat(
+            [updates, runs.cast({n: t for n, t in updates.schema.items() if n in runs.columns})], how="diagonal"
+        )
+    hosts, incomparable, of_numbers = _host_steps(source, matched, regions, updates)
+    if (hosts["source"] == NAMED).any() or is_capture:
         regions = regions.filter(~names_step(regions))  # a step is no place in it
     read_whole = pl.col("step") >= (stretch.first if stretch else 0)
     whole, of_operations = without_lost_operations(hosts.filter(read_whole), collectives, matched.groups)
     hosts = pl.concat([hosts.filter(~read_whole), whole]).sort("rank", "step", maintain_order=True)
+    regions = in_order(pl.concat([regions, updates]), "rank", "start_ns") if len(updates) else regions
     regions = in_steps(regions, hosts)
     of_phases, device_waits = without_waits(source.marks())
     steps, marks, of_marks = marked_steps(hosts, of_phases, collectives)
@@ -278,10 +285,9 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     steps = pl.concat([steps.filter(~has_device), on_device(steps.filter(has_device), matched.kernels)])
     if stretch:
         steps = steps.filter(pl.col("step") >= stretch.first)
-    is_capture = source.trace.source != "native"
     steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=is_capture)
     steps, of_lost = set_lost_aside(steps, hosts, matched.kernels, matched.launches)
-    steps = set_profiled_aside(steps, source.read("windows"))
+    steps = set_profiled_aside(set_cut_aside(steps, matched.kernels), source.read("windows"))
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
     why_none = source.trace.reader.cannot().get("steps", _NO_STEPS)
@@ -300,16 +306,19 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
     )
 
 
-def _host_steps(source: _Source, matched: _Matched, regions: pl.DataFrame) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
+def _host_steps(
+    source: _Source, matched: _Matched, regions: pl.DataFrame, updates: pl.DataFrame
+) -> tuple[pl.DataFrame, list[Gap], list[Gap]]:
     """Return the steps of the hosts, or whole captures; and gaps as `_comparable_steps` has them.
 
-    Of a part of the run also the step before it, which ends on the device where the first begins.
+    `updates` are runs of the optimizer that only its kernels show. Of a part of the run also the step before it, which
+    ends on the device where the first begins.
     """
     of_records = (gap for gap in source.trace.gaps() if gap.table in ("*", "regions"))
     lossy = {gap.rank for gap in of_records if gap.count and gap.rank is not None}
     marks = source.read("steps", key="end_ns")
     found = find_steps(marks, regions, matched.collectives)
-    found = steps_of_kernels(matched.kernels) if found.is_empty() else found
+    found = steps_of(updates, matched.kernels) if found.is_empty() else found
     steps, incomparable, of_numbers = _comparable_steps(found, matched.collectives, matched.counted, lossy)
     if found.is_empty() or (incomparable and found["source"][0] == UPDATES):
         incomparable = []

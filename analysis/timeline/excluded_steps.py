@@ -15,13 +15,14 @@ from rankscope.analysis.model.kernels import LAUNCHING_CALLS
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.device_time import by_rank
-from rankscope.analysis.timeline.steps import in_steps, last_begun
+from rankscope.analysis.timeline.steps import OPTIMIZER, UPDATES, in_steps, last_begun
 from rankscope.collectors.rank_ranges import members_of
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["set_lost_aside", "without_lost_operations"]
+__all__ = ["set_cut_aside", "set_lost_aside", "without_lost_operations"]
 
 _MUCH = 0.1  # share of a step's launches from which it is not judged
+_WHOLE = 0.9  # share of the usual number of kernels that a whole step has
 _REPORTED = 0.01  # share of all from which it is reported
 
 
@@ -67,6 +68,24 @@ def set_lost_aside(
         )
         gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))
     return set_aside, gaps
+
+
+def set_cut_aside(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """Return the steps, the first not analyzed where a capture began within it.
+
+    Where the optimizer ends steps no more is known of the first one than that it has fewer kernels than the others.
+    """
+    ended_by_optimizer = steps.filter(pl.col("source").is_in([OPTIMIZER, UPDATES]))
+    placed = in_steps(kernels.select("rank", "start_ns"), ended_by_optimizer).drop_nulls("step")
+    first = pl.col("step") == pl.col("step").min()
+    counts = placed.group_by("rank", "step").len()
+    of_first, usual = (pl.col("len").filter(which).median() for which in (first, ~first))
+    cut = counts.group_by("rank").agg(pl.col("step").min(), is_cut=of_first < _WHOLE * usual).filter("is_cut")
+    aside = pl.col("judged") & pl.col("step").is_in(cut["step"].unique().implode())
+    return steps.with_columns(
+        judged=pl.col("judged") & ~aside,
+        aside=pl.when(aside).then(pl.lit("incomplete")).otherwise("aside"),
+    )
 
 
 def _have_all(rows: pl.DataFrame, calls: pl.DataFrame) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of a capture that names none: they end where the kernels of the optimizer do."""
+"""The optimizer in a capture that names none, by its kernels; and the steps, which end with it."""
 
 from __future__ import annotations
 
@@ -10,41 +10,55 @@ from rankscope.analysis.model.kernels import COMPUTE, updates_weights
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.steps import STEP_COLUMNS, UPDATES
 
-__all__ = ["steps_of_kernels"]
+__all__ = ["optimizer_regions", "steps_of"]
 
-_FEWEST = 2  # runs of the optimizer: with one it is not known how long a step is
+_FEWEST = 2  # with one run of the optimizer it is not known how long a step is
+_MAIN_THREAD = 0
 
 
-def steps_of_kernels(kernels: pl.DataFrame) -> pl.DataFrame:
-    """Each rank's steps as `steps.find_steps` has them; none unless the optimizer runs twice on every rank.
+def optimizer_regions(kernels: pl.DataFrame) -> pl.DataFrame:
+    """Return the runs of the optimizer as regions: none, unless it runs twice or more on every rank.
 
     Between two kernels of the optimizer lie few others within one of its runs, and a forward and backward pass of them
-    between two runs: what is more is beyond the widest gap in these numbers, on a logarithmic scale. A step ends when
-    the last kernel of a run has been launched; of kernels without a launch, when it has ended. The first begins on all
-    ranks with the first kernel of any. `kernels` has `launch_ns`.
+    between two runs: what is more is beyond the widest gap in these numbers, on a logarithmic scale. A run lasts from
+    the first launch to the last; of kernels without a launch, as long as they do. `kernels` has `launch_ns`.
     """
     updates = {name: updates_weights(name) for name in kernels["name"].unique()}
     computing = kernels.filter(work=COMPUTE).select(
-        "rank",
-        at=pl.coalesce("launch_ns", "start_ns"),
+        *("rank", "node"),
+        start_ns=pl.coalesce("launch_ns", "start_ns"),
         end_ns=pl.coalesce(pl.col("launch_ns") + 1, "end_ns"),
         updates=pl.col("name").replace_strict(updates, return_dtype=pl.Boolean),
     )
-    first = computing["at"].sort()[:1].to_numpy()
-    found = [_of_rank(rank, rows.sort("at"), first) for rank, rows in by_rank(computing)]
-    if not found or any(len(steps) < _FEWEST for steps in found):
-        return pl.DataFrame(schema=STEP_COLUMNS)
-    return pl.concat(found)
+    runs = [_runs(rows.sort("start_ns")) for _, rows in by_rank(computing)]
+    found = pl.concat(runs) if runs and all(len(of_rank) >= _FEWEST for of_rank in runs) else _runs(computing.clear())
+    return found.with_columns(kind=pl.lit("optimizer"), name=pl.lit("optimizer"), thread=pl.lit(_MAIN_THREAD))
 
 
-def _of_rank(rank: int, rows: pl.DataFrame, first: NDArray[np.int64]) -> pl.DataFrame:
+def steps_of(runs: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """Each rank's steps as `steps.find_steps` has them, which end with these runs of the optimizer.
+
+    The first begins on all ranks with the first launch of any, if that is less than a step before their own.
+    """
+    begun = kernels.group_by("rank").agg(own=pl.coalesce("launch_ns", "start_ns").min())
+    usual = pl.col("end_ns").diff().median().over("rank")
+    first = pl.when(pl.col("own") - pl.col("own").min() < usual).then(pl.col("own").min()).otherwise("own")
+    return (
+        runs.join(begun, on="rank", maintain_order="left")
+        .with_columns(start_ns=pl.coalesce(pl.col("end_ns").shift(1).over("rank"), first))
+        .filter(pl.col("start_ns") < pl.col("end_ns"))
+        .with_columns(step=pl.int_range(pl.len()).over("rank"), source=pl.lit(UPDATES))
+        .select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
+    )
+
+
+def _runs(rows: pl.DataFrame) -> pl.DataFrame:
+    """(rank, node, start_ns, end_ns) of one rank, whose rows are in order."""
     at = np.flatnonzero(rows["updates"].to_numpy())
-    ends = rows["end_ns"].to_numpy()[at[_is_last(np.diff(at) - 1)]] if len(at) else np.zeros(0, np.int64)
-    ends = np.maximum.accumulate(ends)
-    starts = np.append(first, ends)[: len(ends)]
-    steps = pl.DataFrame({"start_ns": starts, "end_ns": ends}).filter(pl.col("start_ns") < pl.col("end_ns"))
-    steps = steps.with_columns(rank=pl.lit(rank), step=pl.int_range(pl.len()), source=pl.lit(UPDATES))
-    return steps.select(pl.col(c).cast(t) for c, t in STEP_COLUMNS.items())
+    is_last = _is_last(np.diff(at) - 1) if len(at) else np.zeros(0, bool)
+    of_run = pl.Series("run", np.cumsum(is_last) - is_last, dtype=pl.Int64)
+    runs = rows[at].with_columns(of_run).group_by("run", maintain_order=True)
+    return runs.agg(pl.col("rank", "node").first(), pl.col("start_ns").first(), pl.col("end_ns").max()).drop("run")
 
 
 def _is_last(between: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -226,7 +226,8 @@ def on_device(steps: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
     """Return the steps as the device goes through them, which is behind the host: one follows the other without a gap.
 
     A step ends when the host's step has ended and all device work that was launched in it; there the next one begins.
-    The first begins with the host's, or when what was launched before it has ended. `kernels` has `launch_ns`.
+    The first begins with the host's, or when what was launched before it has ended: a device was busy with others until
+    it began with the first kernel that was seen, if that had been launched long before. `kernels` has `launch_ns`.
 
     Source: PyTorch's TensorBoard plugin, where a step begins no earlier than the host's, and the first with it.
     """
@@ -265,6 +266,8 @@ def _launched_in(steps: pl.DataFrame, kernels: pl.DataFrame) -> dict[str, pl.Ser
     first[first == _AFTER_ALL] = _NEVER  # nothing of it was launched in a step
     before = (start < first[stream]) & (start < _idle_from(begin[0], start, end))
     left_over = end[before].max(initial=_NEVER)
+    if len(start) and launched[0] + _IDLE_NS < start[0]:
+        left_over = max(left_over, start[0])
     return {"_done": pl.Series(done), "_left_over": pl.repeat(left_over, len(steps), dtype=pl.Int64, eager=True)}
 
 

@@ -473,12 +473,14 @@ def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
         (("a", "a"), ((1_000, 100), (1_700, 800)), [0, 0]),  # the second began 700 ns later
         (("a", "b"), ((1_000, 100), (1_700, 800)), [0, 1]),
         (("a", "a"), ((1_000, 100), (10**18, 800)), [0, 1]),  # another machine with that name
+        (("a", "a"), ((1_000, "NULL"), (1_700, "NULL")), [0, 0]),  # before systemClockNs was written
+        (("a", "a"), ((1_000, "NULL"), (1_700, 800)), [0, 1]),
         (("a", "a"), (None, None), [0, 1]),
     ],
-    ids=["one host", "two hosts", "started at other times", "not said"],
+    ids=["one host", "two hosts", "started at other times", "unix time", "not one version", "not said"],
 )
 def test_exports_of_one_host_share_its_clock(tmp_path, hosts, since, nodes):
-    """Device 1 begins each of 40 reductions 1 ms late. Times in a file count from when its capture began.
+    """Device 1 begins each of 40 reductions 1 ms late. Times in a file count from 0 or 30 ns when its capture began.
 
     Without a clock in common it is open which of the reductions, one every 5 ms, are one.
     """
@@ -488,8 +490,11 @@ def test_exports_of_one_host_share_its_clock(tmp_path, hosts, since, nodes):
             INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname', '{host}');
             CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, systemClockNs INTEGER);
         """
-        extra += f"INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES {began};" if began else ""
-        later = 700 * rank if began else 0
+        extra += f"INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES ({began[0]}, {began[1]});" if began else ""
+        extra += (
+            f"CREATE TABLE ANALYSIS_DETAILS (startTime INTEGER); INSERT INTO ANALYSIS_DETAILS VALUES ({30 * rank});"
+        )
+        later = (700 - 30) * rank if began else 0
         kernels = [
             (begin - later, end - later, *rest)
             for begin, end, gpu, *rest in (
