@@ -11,6 +11,10 @@ is not, if the pace of their calls explains half of it: one has to be last, and 
 run ahead. What the host did in these gaps is split into: asking the driver for memory, having just waited for the
 device (a synchronisation drains the queue), the launch calls themselves, and all else.
 
+Of a capture of 3 to 20 steps also stalls are reported that come in a third of them at most and hold 80 % of the loss:
+of several ranks' hosts, at once or one after the other, not in the first step alone. Whether they recur is not known,
+so that they are likely; the title names the steps.
+
 Without a profiler, CUDA events give the host run-ahead. While the device has work that was enqueued before, it
 does not wait for the host; so what it can idle at most in a phase is the time from its coming to the mark before until
 the host has enqueued the last of the phase's work. If that is below `min_fraction` of the step on each rank, the host
@@ -68,8 +72,9 @@ _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: a rank that would delay the job next for so long has the same slow host
 _REMAINS = 0.5  # share of the loss that is there without the ranks that others wait for
-_MOSTLY = 0.5  # of the step
+_MOSTLY = 0.5  # of the step, or of the idle time
 _MUCH = 0.25  # share of the idle time from which a cause is worth its advice
+_STALL_STEPS, _STALL_SHARE, _STALL_MOST = (3, 20), 1 / 3, 0.8
 _NONE = 0.01  # share of it up to which communication beside it is not said: the table has it as idle
 
 _ADVICE = {
@@ -86,6 +91,11 @@ _ADVICE = {
     ),
     "other": text("are Python and framework code between launches: torch.compile, CUDA graphs, less work per operator"),
 }
+
+_STALL_ADVICE = text(
+    "The host launches nothing meanwhile: it may save a checkpoint, compile, evaluate, collect garbage, or wait for "
+    "input or a log. A capture with Python stacks shows which (with_stack=True; nsys --python-sampling=true)."
+)
 
 
 def detect(
@@ -114,7 +124,8 @@ def detect(
         loss = loss if rest.lost.clear and remains else rest
     grid, lost, holds_up_ns = loss.grid, loss.lost, loss.holds_up_ns
     if not loss.is_shared or lost.ns < min_fraction * grid.step_ns:
-        return []
+        stalls = _stalls(grid, beside, min_fraction)
+        return [] if stalls is None else [_of_stalls(stalls, grid, phases, launches)]
     ranks = grid.only(holds_up_ns > 0).ranks
     idle_ns, whole_ns = (ns.mean(axis=1)[holds_up_ns > 0] for ns in (grid.of("host"), _late(grid, beside)))
     idle = phases.filter(pl.col("part") == "host")
@@ -192,6 +203,65 @@ def _check_lead(breakdown: pl.DataFrame, marks: pl.DataFrame | None, min_fractio
             most=most,
             how=how_to_profile(),
         )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stalls:
+    """The steps in which hosts stall, the ranks that do, and the loss: the mean over all steps."""
+
+    steps: tuple[int, ...]
+    ranks: tuple[int, ...]
+    lost: Estimate
+
+
+def _stalls(grid: StepGrid, beside: pl.DataFrame, min_fraction: float) -> _Stalls | None:
+    """Return the stalls of several hosts in few steps of a capture, if these are where it loses most."""
+    count, late = len(grid.steps), _late(grid, beside)
+    if not _STALL_STEPS[0] <= count <= _STALL_STEPS[1]:
+        return None
+    busy = grid.busy - grid.of("host") + late
+    lost = busy.max(axis=0) - (busy - late).max(axis=0)
+    in_steps = np.flatnonzero(lost >= lost.max() / 2)
+    several = len(in_steps) <= _STALL_SHARE * count and (in_steps > 0).any()
+    if not several or lost[in_steps].sum() < _STALL_MOST * lost.sum() or lost.mean() < min_fraction * grid.step_ns:
+        return None
+    ranks = np.flatnonzero((late[:, in_steps] >= lost[in_steps] / 2).any(axis=1))
+    if len(ranks) < 2:  # the others wait for it: that is `slow_rank`'s
+        return None
+    mean = float(lost.mean())
+    return _Stalls(
+        steps=tuple(grid.steps[at] for at in in_steps),
+        ranks=tuple(grid.ranks[at] for at in ranks),
+        lost=Estimate(mean, mean),
+    )
+
+
+def _of_stalls(stalls: _Stalls, grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Finding:
+    gaps = phases.filter(
+        pl.col("part") == "host", pl.col("rank").is_in(stalls.ranks), pl.col("step").is_in(stalls.steps)
+    ).sort("rank", "start_ns")
+    length = pl.col("end_ns") - pl.col("start_ns")
+    where = gaps.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
+    causes = _causes(gaps, launches)
+    longest = gaps.group_by("rank", "step").agg(ns=length.sum())["ns"].max()
+    return Finding(
+        detector="host_bound",
+        title=text(
+            "Hosts stall in {steps}: the devices of {ranks} are idle for up to {late} in a step before work that was "
+            "launched late",
+            steps=named("step", stalls.steps),
+            ranks=named("rank", stalls.ranks),
+            late=duration(float(longest) if isinstance(longest, int) else 0.0),
+        ),
+        where=str(where[-1]) if len(where) else "the step",
+        advice=_advice({"memory": causes["memory"]}) if causes["memory"] >= _MOSTLY else _STALL_ADVICE,
+        ranks=stalls.ranks,
+        steps=stalls.steps,
+        evidence=longest_rows(gaps, "kernels"),
+        confidence="likely",
+        fix="host",
+        **price(grid, stalls.lost),
     )
 
 

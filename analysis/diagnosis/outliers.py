@@ -65,9 +65,17 @@ def _why(outliers: pl.DataFrame, steps: StepSummary, timeline: Timeline, code: C
     beyond_ns = float(outliers.group_by("rank").agg(pl.col("ns").sum())["ns"].mean() or 0)  # type: ignore[arg-type]
     beyond_ns -= outliers["step"].n_unique() * (steps.mean_ns or 0)
     said, samples = [], timeline.samples.join(outliers, on=["rank", "step"], how="semi")
-    if len(waits) > 1 and waits["ns"][-1] - waits["ns"][0] >= _MOSTLY * beyond_ns:
-        rank, most = waits["rank"][0], duration(waits["ns"][-1])
-        said.append(text("; the others wait up to {most} for rank {rank}", most=most, rank=rank))
+    rank, own = _last(timeline.collectives.join(outliers, on=["rank", "step"], how="semi")), dict(waits.iter_rows())
+    if len(waits) > 1 and rank in own and waits["ns"][-1] - own[rank] >= _MOSTLY * beyond_ns:
+        said.append(text("; the others wait up to {most} for rank {rank}", most=duration(waits["ns"][-1]), rank=rank))
         samples = samples.filter(pl.col("rank") == rank)
     place = replace(code, samples=samples).most(_FEW)
     return joined("", [*said, text(", mostly at {place}", place=place) if place else ""])
+
+
+def _last(collectives: pl.DataFrame) -> int | None:
+    """Return the rank that was last in the operations for which ranks waited longest, together."""
+    last = pl.col("rank").filter("is_last").first()
+    by_operation = collectives.drop_nulls("instance_id").group_by("instance_id").agg(last, pl.col("wait_ns").sum())
+    by_rank = by_operation.drop_nulls("rank").group_by("rank").agg(pl.col("wait_ns").sum()).sort("wait_ns", "rank")
+    return by_rank["rank"].last() if len(by_rank) else None  # type: ignore[return-value]
