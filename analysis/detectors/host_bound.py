@@ -8,8 +8,9 @@ would stay with that rank's host quick, or at least half of the ranks would hold
 more: their devices idle as well, or their hosts launch for so long. It is analyzed without the ranks that `slow_rank`
 found if without them only what may be chance is left, or less than half. Their hosts are as slow as the others', and it
 is not, if the pace of their calls explains half of it: one has to be last, and while the others wait for it their hosts
-run ahead. What the host did in these gaps is split into: asking the driver for memory, having just waited for the
-device (a synchronisation drains the queue), the launch calls themselves, and all else.
+run ahead. What the host did in these gaps is split into: asking the driver for memory, calling nothing for 5 ms or
+longer, having just waited for the device (a synchronisation drains the queue), the launch calls themselves, and all
+else.
 
 Of a capture of 3 to 20 steps also stalls are reported that come in a third of them at most and hold 80 % of the loss:
 of several ranks' hosts, at once or one after the other, not in the first step alone. Whether they recur is not known,
@@ -47,7 +48,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.device_lead import idle_at_most_ns, paced_by_host
-from rankscope.analysis.metrics.launch_queue import launching
+from rankscope.analysis.metrics.launch_queue import launching, without_calls
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding, NotChecked
 from rankscope.analysis.model.kernels import COMMUNICATION, MEMORY_CALLS
@@ -89,13 +90,13 @@ _ADVICE = {
     "launch": text(
         "are launch calls: fewer and larger kernels (torch.compile, CUDA graphs, fused optimizer, larger batch)"
     ),
+    "stall": text(
+        "are stalls of 5 ms or more in which the host launches nothing: it may wait for input, save a checkpoint, "
+        "compile, evaluate, collect garbage or log, which a capture with Python stacks shows (with_stack=True; nsys "
+        "--python-sampling=true)"
+    ),
     "other": text("are Python and framework code between launches: torch.compile, CUDA graphs, less work per operator"),
 }
-
-_STALL_ADVICE = text(
-    "The host launches nothing meanwhile: it may save a checkpoint, compile, evaluate, collect garbage, or wait for "
-    "input or a log. A capture with Python stacks shows which (with_stack=True; nsys --python-sampling=true)."
-)
 
 
 def detect(
@@ -125,7 +126,7 @@ def detect(
     grid, lost, holds_up_ns = loss.grid, loss.lost, loss.holds_up_ns
     if not loss.is_shared or lost.ns < min_fraction * grid.step_ns:
         stalls = _stalls(grid, beside, min_fraction)
-        return [] if stalls is None else [_of_stalls(stalls, grid, phases, launches)]
+        return [] if stalls is None else [_of_stalls(stalls, grid, phases, kernels, launches)]
     ranks = grid.only(holds_up_ns > 0).ranks
     idle_ns, whole_ns = (ns.mean(axis=1)[holds_up_ns > 0] for ns in (grid.of("host"), _late(grid, beside)))
     idle = phases.filter(pl.col("part") == "host")
@@ -133,7 +134,7 @@ def detect(
     gaps = pl.concat([idle, beside]).filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
-    causes = _causes(gaps, launches)
+    causes = _causes(gaps, kernels, launches)
     communicates = idle_ns.sum() < (1 - _NONE) * whole_ns.sum()
     return [
         Finding(
@@ -237,13 +238,14 @@ def _stalls(grid: StepGrid, beside: pl.DataFrame, min_fraction: float) -> _Stall
     )
 
 
-def _of_stalls(stalls: _Stalls, grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Finding:
+def _of_stalls(
+    stalls: _Stalls, grid: StepGrid, phases: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame
+) -> Finding:
     gaps = phases.filter(
         pl.col("part") == "host", pl.col("rank").is_in(stalls.ranks), pl.col("step").is_in(stalls.steps)
     ).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = gaps.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
-    causes = _causes(gaps, launches)
     longest = gaps.group_by("rank", "step").agg(ns=length.sum())["ns"].max()
     return Finding(
         detector="host_bound",
@@ -255,7 +257,7 @@ def _of_stalls(stalls: _Stalls, grid: StepGrid, phases: pl.DataFrame, launches: 
             late=duration(float(longest) if isinstance(longest, int) else 0.0),
         ),
         where=str(where[-1]) if len(where) else "the step",
-        advice=_advice({"memory": causes["memory"]}) if causes["memory"] >= _MOSTLY else _STALL_ADVICE,
+        advice=_advice(_causes(gaps, kernels, launches)),
         ranks=stalls.ranks,
         steps=stalls.steps,
         evidence=longest_rows(gaps, "kernels"),
@@ -354,7 +356,7 @@ def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> p
     )
 
 
-def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
+def _causes(gaps: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
     """Share of the gaps' time by what the host did in them; they sum to 1."""
     spent = dict.fromkeys(_ADVICE, 0.0)
     calls = launches.select(
@@ -372,7 +374,9 @@ def _causes(gaps: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
         covered = {kind: _inside(start, end, rows) for kind, rows in mine.items()}
         own = covered.get("memory", np.zeros(len(start)))
         spent["memory"] += own.sum()
-        left = end - start - own
+        stalled = without_calls(of_rank.rename({"start_ns": "gap_ns", "end_ns": "next_ns"}), kernels, launches)
+        spent["stall"] += stalled.sum()
+        left = end - start - own - stalled
         drained = _drained(start, end, mine)
         spent["sync"] += left[drained].sum()
         launching = np.minimum(covered.get("launch", np.zeros(len(start))), left)[~drained]

@@ -7,7 +7,8 @@ launched late would have used up as much of it. What the lead would have covered
 busiest rank would be shorter without it is the loss, reported above `min_fraction` of the step. Gaps of less than
 `min_ns` are not counted, nor are ranks whose host launches for three quarters of the time in which its device works, or
 longer: it has no lead to lose, and is slow by itself (`host_bound`). Nor is a rank counted that waits as often as the
-others do and loses twice as much: what comes after the call takes it longer than them (`slow_rank`).
+others do and loses twice as much: what comes after the call takes it longer than them (`slow_rank`). Time in which
+the host calls nothing for 5 ms or longer is not counted: it does something else (`host_bound`).
 
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
@@ -31,7 +32,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, price, visible
-from rankscope.analysis.metrics.launch_queue import host_gaps, launching, loss_of_gaps, lost_lead
+from rankscope.analysis.metrics.launch_queue import host_gaps, launching, loss_of_gaps, lost_lead, without_calls
 from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, sums
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
@@ -141,6 +142,9 @@ def _costs(
         raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
     costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
+    launched_ns = costly["next_ns"] - costly["gap_ns"] - pl.Series(without_calls(costly, kernels, launches))
+    costly = costly.with_columns(cost_ns=pl.min_horizontal("cost_ns", launched_ns.cast(pl.Int64)))
+    costly = costly.filter(pl.col("cost_ns") >= min_ns)
     has_lead = launching(grid, phases, launches) < _NO_LEAD * (grid.busy - grid.of("host")).mean(axis=1)
     has_lead &= ~_stalls(grid, calls, sums(grid, costly, "cost_ns").mean(axis=1))
     costly = costly.filter(pl.col("rank").is_in(grid.only(has_lead).ranks))

@@ -8,10 +8,11 @@ import polars as pl
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate_of_pieces
 
-__all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead"]
+__all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead", "without_calls"]
 
 _OWN_NS = 10_000  # what such a call takes although it has nothing to wait for
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
+_STALL_NS = 5_000_000  # without a call: what a host does then is no launching
 _SOON = 20  # times the usual time from one call to the next: after longer ones the host may have waited
 
 
@@ -66,6 +67,25 @@ def lost_lead(gaps: pl.DataFrame, calls: pl.DataFrame, min_ns: int) -> pl.DataFr
         )
         .sort("rank", "gap_ns")
     )
+
+
+def without_calls(gaps: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame) -> Floats:
+    """Return how many ns of each gap the host's launching threads make no call in, where that lasts 5 ms or longer.
+
+    `gaps` have `rank`, `gap_ns` and `next_ns`.
+    """
+    threads = kernels.select("rank", thread="launch_thread").unique().drop_nulls()
+    calls = launches.join(threads, on=["rank", "thread"], how="semi").sort("start_ns")
+    quiet: dict[int, tuple[Floats, Floats]] = {}
+    for (rank,), rows in calls.group_by("rank"):
+        start, end = rows["start_ns"].to_numpy(), np.maximum.accumulate(rows["end_ns"].to_numpy())
+        long = start[1:] - end[:-1] >= _STALL_NS
+        quiet[int(str(rank))] = end[:-1][long], start[1:][long]
+    found = np.zeros(len(gaps))
+    for at, (rank, begin, until) in enumerate(gaps.select("rank", "gap_ns", "next_ns").iter_rows()):
+        since, over = quiet.get(rank, (np.zeros(0), np.zeros(0)))
+        found[at] = np.clip(np.minimum(over, until) - np.maximum(since, begin), 0, None).sum()
+    return found
 
 
 def _job_loses(grid: StepGrid, cost: Floats) -> Floats:

@@ -17,15 +17,18 @@ STEPS = 10
 KINETO = DATA / "kineto"
 
 
-def tables(host_ms, *calls, step_ms=100, in_turn=False):
+def tables(host_ms, *calls, step_ms=100, in_turn=False, only=range(STEPS), is_calling=True):
     """Steps of 100 ms that end with an idle device, `host_ms` by rank; `calls`: (name, start, end) in each.
 
-    `in_turn`: in each step one rank only, the next one, for which the others wait.
+    `in_turn`: in each step one rank only, the next one, for which the others wait. Devices idle in the steps `only`,
+    in which their hosts call on (`is_calling`).
     """
     parts, phases, kernels, launches = [], [], [], []
     for rank, ms in enumerate(host_ms):
         for step in range(STEPS):
-            begin, dry, end = (round(x * MS) for x in (step * step_ms, (step + 1) * step_ms - ms, (step + 1) * step_ms))
+            idle_ms = ms if step in only else 0
+            times = (step * step_ms, (step + 1) * step_ms - idle_ms, (step + 1) * step_ms)
+            begin, dry, end = (round(x * MS) for x in times)
             part = "wait" if in_turn and step % len(host_ms) != rank else "host"
             parts += [(rank, step, "compute", dry - begin), (rank, step, part, end - dry)]
             phases += [(rank, step, "compute", "forward", begin, dry), (rank, step, part, "aten::loss", dry, end)]
@@ -35,11 +38,14 @@ def tables(host_ms, *calls, step_ms=100, in_turn=False):
                 (rank, round((step * step_ms + first) * MS), round((step * step_ms + last) * MS), name)
                 for name, first, last in calls
             ]
+            launches += [(rank, ns, ns + 1, "cudaEventQuery") for ns in range(begin, end, 2 * MS) if is_calling]
     span = {"start_ns": pl.Int64, "end_ns": pl.Int64}
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
         pl.DataFrame(phases, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row"),
-        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
+        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row").with_columns(
+            launch_thread=0
+        ),
         pl.DataFrame(launches, {"rank": pl.Int64, **span, "name": pl.String}, orient="row").with_columns(
             thread=0, waits=pl.col("name").str.contains(WAITING_CALLS)
         ),
@@ -82,7 +88,9 @@ def beside_communication(over_ms):
     return (
         table.group_by("rank", "step", "part").agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum()),
         table.filter(pl.col("end_ns") > pl.col("start_ns")),
-        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row"),
+        pl.DataFrame(kernels, ["rank", "start_ns", "end_ns", "launch_ns", "work"], orient="row").with_columns(
+            launch_thread=0
+        ),
         pl.DataFrame(
             schema=dict.fromkeys(("rank", "start_ns", "end_ns", "thread"), pl.Int64)
             | {"name": pl.String, "waits": pl.Boolean}
@@ -110,6 +118,25 @@ def test_hosts_that_are_late_in_turn_cost_the_job_each_time():
     (finding,) = host_bound.detect(*tables([20] * 10, in_turn=True))
     assert (len(finding.ranks), finding.lost_ns_per_step, finding.fix) == (10, 20 * MS, "host")
     assert "the device is idle for 2.00 ms per step" in finding.title
+
+
+@pytest.mark.parametrize(
+    ("host_ms", "only", "ranks"),
+    [
+        ([150] * 4, (3, 7), (0, 1, 2, 3)),
+        ([150] * 4, (0,), None),  # the first step of a capture is often longer
+        ([150, 0, 0, 0], (3,), None),  # the others wait for one rank
+    ],
+    ids=["all", "the first step", "one rank"],
+)
+def test_stalls_of_several_hosts_in_few_steps_are_likely_and_name_them(host_ms, only, ranks):
+    """In two of 10 steps of 400 ms all devices idle for 150 ms: the mean step is 30 ms longer."""
+    found = host_bound.detect(*tables(host_ms, ("cudaLaunchKernel", 0, 1), step_ms=400, only=only, is_calling=False))
+    assert [(finding.ranks, finding.steps) for finding in found] == ([(ranks, only)] if ranks else [])
+    for finding in found:
+        assert (finding.lost_ns_per_step, finding.confidence) == (30 * MS, "likely")
+        assert finding.title.startswith("Hosts stall in steps 3,7: the devices of ranks 0-3 are idle for up to 150 ms")
+        assert "100 % are stalls of 5 ms or more in which the host launches nothing" in finding.advice
 
 
 def test_trace_without_launches_is_not_judged():

@@ -36,6 +36,13 @@ def test_a_wait_of_70_ms_costs_the_20_that_the_device_then_idles_and_is_named():
     assert (first.rank, first.start_ns, first.end_ns) == (0, 10 * MS, 100 * MS)
 
 
+def test_a_host_that_calls_nothing_for_20_ms_after_it_waited_does_something_else():
+    """Without the wait the device would idle as well, less by what the host had run ahead."""
+    breakdown, phases, kernels, launches, regions = tables(("cudaStreamSynchronize", 10, 80.1))
+    launches = launches.filter(pl.col("name") != "cudaEventQuery")
+    assert host_sync.detect(breakdown, phases, kernels, launches, regions) == []
+
+
 @pytest.mark.parametrize(
     ("call", "lost_ms"),
     [
@@ -119,6 +126,10 @@ def test_item_in_a_profilers_trace_is_the_root_and_named_as_it_is_written(tmp_pa
             event("cpu_op", "aten::item", at + 900, 79_200),
             event("cpu_op", ITEM, at + 950, 79_100),
             launch(at + 1_000, 79_010, 1000 + number, name=call),
+            *(
+                launch(at + late, 5, 10_000 * number + late, name="cudaEventQuery")
+                for late in range(82_000, 95_000, 4_000)
+            ),
             launch(at + 95_000, 5, 2 * number + 1),
             kernel("gemm", at + 95_010, 4_990, 2 * number + 1),
         ]

@@ -33,6 +33,9 @@ def tables(*calls, idle=(80, 100), ranks=2, launched=True, busy_ns=50_000):
             launches += [
                 (rank, at[0] + ns, at[0] + ns + 4_000, "cudaLaunchKernel", 0) for ns in range(0, busy_ns, 10_000)
             ]
+            # And late: the host calls on in the time in which the device idles.
+            late = range(round(idle[0] * MS), round(idle[1] * MS), 2 * MS)
+            launches += [(rank, 100 * step * MS + ns, 100 * step * MS + ns + 1, "cudaEventQuery", 0) for ns in late]
             for name, start, end in calls[0].get(rank, ()) if isinstance(calls[0], dict) else calls:
                 begin, done = round((100 * step + start) * MS), round((100 * step + end) * MS)
                 launches.append((rank, begin, done, name, 0))
