@@ -8,7 +8,7 @@ busiest rank would be shorter without it is the loss, reported above `min_fracti
 `min_ns` are not counted, nor are ranks whose host launches for three quarters of the time in which its device works, or
 longer: it has no lead to lose, and is slow by itself (`host_bound`). Nor is a rank counted that waits as often as the
 others do and loses twice as much: what comes after the call takes it longer than them (`slow_rank`). Time in which
-the host calls nothing for 5 ms or longer is not counted: it does something else (`host_bound`).
+the host calls nothing for 5 ms or longer, once per step, is not counted: it does something else (`host_bound`).
 
 **Why it costs time.** A host that launches ahead hides its own slowness behind the device's work. A synchronisation
 empties the queue: whatever Python does next, the device waits for it.
@@ -51,6 +51,7 @@ detector = Detector(
 )
 
 _AS_OFTEN, _FAR_MORE = 1.5, 2.0  # times what is usual of a rank
+_ONCE = 1.5  # times per step, at most
 _NO_LEAD = 0.75  # of what its device works: a host that launches for so long is slow by itself
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
 
@@ -142,8 +143,10 @@ def _costs(
         raise NotResolvable(text("the trace holds no call that waits for a device, not even the profiler's own"))
     grid = judged_grid(breakdown, _LEAST_STEPS)
     costly = lost_lead(host_gaps(phases, kernels), calls, min_ns)
-    launched_ns = costly["next_ns"] - costly["gap_ns"] - pl.Series(without_calls(costly, kernels, launches))
-    costly = costly.with_columns(cost_ns=pl.min_horizontal("cost_ns", launched_ns.cast(pl.Int64)))
+    costly = costly.with_columns(stall=pl.Series(without_calls(costly, kernels, launches)).cast(pl.Int64))
+    is_once = (pl.col("stall") > 0).sum().over("rank") <= _ONCE * len(grid.steps)
+    launched_ns = pl.col("next_ns") - pl.col("gap_ns") - pl.when(is_once).then("stall").otherwise(0)
+    costly = costly.with_columns(cost_ns=pl.min_horizontal("cost_ns", launched_ns)).drop("stall")
     costly = costly.filter(pl.col("cost_ns") >= min_ns)
     has_lead = launching(grid, phases, launches) < _NO_LEAD * (grid.busy - grid.of("host")).mean(axis=1)
     has_lead &= ~_stalls(grid, calls, sums(grid, costly, "cost_ns").mean(axis=1))

@@ -77,6 +77,7 @@ detector = Detector(
     needs=("collectives", "backward"),
     per_rank=True,
     explains=("pipeline_bubble",),
+    cost="bounded",
     parts=OWN_WORK,
     lost_as=AS_WAITING,
 )

@@ -12,7 +12,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, FEW_STEPS, detectors, refuse_unseen
 from rankscope.analysis.diagnosis.operations import CHECKS
-from rankscope.analysis.diagnosis.pieces import STAGES, UNEVEN
+from rankscope.analysis.diagnosis.pieces import BUBBLES, STAGES, UNEVEN
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.model.finding import (
     Finding,
@@ -30,6 +30,7 @@ __all__ = ["ask", "least_fraction", "waits_unseen"]
 
 _Answer = TypeVar("_Answer")
 
+_Check = tuple[Callable[..., list[Finding]], Callable[..., int]]
 Tables = Mapping[str, pl.DataFrame]
 
 _SHOW_WAITS = ("collectives", "backward")  # collectors: without one of them a rank seems to compute while it waits
@@ -104,7 +105,7 @@ def _compares_ranks(tables: Tables) -> bool:
     return "breakdown" in tables and tables["breakdown"]["rank"].n_unique() > 1
 
 
-def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Callable[..., int]] | None:
+def _of_ops(name: str, tables: Tables) -> _Check | None:
     """Return how a detector judges a source that lacks what it needs.
 
     Such a source has operations of a pipeline and nothing of what the hosts did; or kernels in a few steps, or of a
@@ -115,8 +116,9 @@ def _of_ops(name: str, tables: Tables) -> tuple[Callable[..., list[Finding]], Ca
         return CHECKS.get(name)
     if not has["kernels"] or not has["breakdown"]:
         return None
-    if name == "stage_imbalance" and not has["ops"] and _has_stages(tables):
-        return STAGES
+    of_stages: dict[str, _Check] = {"stage_imbalance": STAGES, "pipeline_bubble": BUBBLES}
+    if name in of_stages and not has["ops"] and _has_stages(tables):
+        return of_stages[name]
     steps = len(step_grid(tables["breakdown"]).steps)
     is_named = steps >= ENOUGH_STEPS and bool((tables["phases"]["label"] == "forward").any())
     return UNEVEN if name == "load_imbalance" and steps >= FEW_STEPS and not is_named else None

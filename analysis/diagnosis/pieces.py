@@ -7,6 +7,9 @@ rank computes than its peers.
 computes in a step is compared with the mean of the other stages. In a pipeline that is full a step takes as long as its
 longest stage computes, and the passage of one microbatch through the others: so what a stage computes longer than they
 do is what it costs, but no more than they wait longer than it.
+
+**Bubbles.** The stage that waits least for others is the one that limits the step: what it waits goes away with more
+microbatches only, or another schedule.
 """
 
 from __future__ import annotations
@@ -23,19 +26,20 @@ from rankscope.analysis.detectors import (
     price,
     visible,
 )
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, Ints, StepGrid
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, Ints, StepGrid, estimate
 from rankscope.analysis.metrics.uneven_pieces import pieces_of_steps, uneven_pieces
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.replay.fixes import Fix
-from rankscope.analysis.text.message import text
-from rankscope.analysis.text.units import duration
-from rankscope.analysis.timeline.parallelism import roles, roles_of
+from rankscope.analysis.text.message import joined, plural, text
+from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.timeline.parallelism import roles, roles_of, schedule
 from rankscope.errors import NotResolvable
 
-__all__ = ["STAGES", "UNEVEN"]
+__all__ = ["BUBBLES", "STAGES", "UNEVEN"]
 
 _MOVED = 3.0  # standard errors by which ranks differ from themselves in other steps
 _OF_SLOW_RANKS = 0.6  # of the loss: with more that goes away with what ranks always take longer, it is theirs
+_MORE_MICROBATCHES = 4  # times
 _IN_EACH_REPLICA = 0.5  # of the mean excess: so much longer is each rank of a stage that is too long
 
 
@@ -157,8 +161,80 @@ def resolution_of_long_stage(
     return visible(grid, max(min_fraction * grid.step_ns, min_z * max(errors)))
 
 
+def bubbles(
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    collectives: pl.DataFrame,
+    groups: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.3,
+) -> list[Finding]:
+    """Report a pipeline of which every stage waits for others for a large part of the step."""
+    grid, lost = _of_bubbles(breakdown, collectives, groups, regions)
+    if lost.ns < min_fraction * grid.step_ns or not lost.clear:
+        return []
+    planned = schedule(groups, regions, collectives)
+    said: str = text(
+        "A step idles so long until the pipeline is full, and until it has drained: {times} times as many microbatches "
+        "would save three quarters of it, an interleaved or zero-bubble schedule a part.",
+        times=_MORE_MICROBATCHES,
+    )
+    if planned is not None:
+        stages, microbatches = planned
+        share = percent((stages - 1) / (microbatches + stages - 1))
+        theory = plural(
+            "With {number} microbatch on {stages} stages 1F1B idles {share} of its time.",
+            "With {number} microbatches on {stages} stages 1F1B idles {share} of its time.",
+            microbatches,
+            number=microbatches,
+            stages=stages,
+            share=share,
+        )
+        said = joined(" ", (theory, said))
+    of_ranks = phases.filter(pl.col("rank").is_in(grid.ranks), pl.col("part").is_in(["bubble", "wait"]))
+    return [
+        Finding(
+            detector="pipeline_bubble",
+            title=text(
+                "Pipeline bubble: every stage waits for others for {lost} per step or more", lost=duration(lost.ns)
+            ),
+            where=text("all stages"),
+            advice=said,
+            evidence=longest_rows(of_ranks, "collectives"),
+            **price(grid, lost, lost.ns * (1 - 1 / _MORE_MICROBATCHES)),
+        )
+    ]
+
+
+def resolution_of_bubbles(
+    breakdown: pl.DataFrame,
+    collectives: pl.DataFrame,
+    groups: pl.DataFrame,
+    regions: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.3,
+) -> int:
+    """Return the least wait of every stage that would have been reported."""
+    grid, lost = _of_bubbles(breakdown, collectives, groups, regions)
+    return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns))
+
+
+def _of_bubbles(
+    breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame | None
+) -> tuple[StepGrid, Estimate]:
+    """Return the ranks of the pipelines, and how long the one waits that waits least."""
+    grid, _ = _in_stages(breakdown, collectives, groups, regions)
+    waits = grid.of("bubble") + grid.of("wait")
+    least = waits[waits.mean(axis=1).argmin()]
+    if len(least) > 1:
+        return grid, estimate(least)
+    return grid, Estimate(float(least[0]), 1.96 * float(waits.std()))
+
+
 UNEVEN = (uneven_work, resolution_of_uneven_work)
 STAGES = (long_stage, resolution_of_long_stage)
+BUBBLES = (bubbles, resolution_of_bubbles)
 
 
 def _of_stages(
@@ -170,13 +246,20 @@ def _of_stages(
     regions: pl.DataFrame | None,
 ) -> tuple[StepGrid, Ints, Floats]:
     """Return the ranks of the pipelines, the stage of each, and what they compute, (rank, step, piece) in ns."""
+    grid, stage = _in_stages(breakdown, collectives, groups, regions)
+    return grid, stage, pieces_of_steps(kernels, steps, grid)
+
+
+def _in_stages(
+    breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame | None
+) -> tuple[StepGrid, Ints]:
+    """Return the ranks of the pipelines, and the stage of each."""
     held = roles(groups, regions, collectives)
     grid = judged_grid(breakdown, 1)
     grid = grid.only(np.array([rank in held for rank in grid.ranks], dtype=bool))
     if len({held[rank] for rank in grid.ranks}) < 2:
         raise NotResolvable(text("there is only one pipeline stage"))
-    stage = np.array([held[rank][0] for rank in grid.ranks])
-    return grid, stage, pieces_of_steps(kernels, steps, grid)
+    return grid, np.array([held[rank][0] for rank in grid.ranks])
 
 
 def _mean(excess: Floats, steps: int) -> tuple[float, float]:

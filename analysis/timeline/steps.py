@@ -51,6 +51,7 @@ STEP_COLUMNS = {
 }
 
 _IDLE_NS = 100_000  # work that is queued begins sooner after what was before it
+_FAR = 2  # times
 _NEVER, _AFTER_ALL = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _NOBODY = -1
 _MAIN_THREAD = 0
@@ -264,11 +265,21 @@ def _launched_in(steps: pl.DataFrame, kernels: pl.DataFrame) -> dict[str, pl.Ser
     first = np.full(int(stream.max(initial=0)) + 1, _AFTER_ALL)
     np.minimum.at(first, stream[known], start[known])
     first[first == _AFTER_ALL] = _NEVER  # nothing of it was launched in a step
-    before = (start < first[stream]) & (start < _idle_from(begin[0], start, end))
+    before = start < first[stream]
+    if not _is_too_much(int(before.sum()), int(begin[0]), launched[known]):
+        before &= start < _idle_from(begin[0], start, end)
     left_over = end[before].max(initial=_NEVER)
-    if len(start) and launched[0] + _IDLE_NS < start[0]:
+    if len(start) and known[0] and launched[0] + _IDLE_NS < start[0]:
         left_over = max(left_over, start[0])
     return {"_done": pl.Series(done), "_left_over": pl.repeat(left_over, len(steps), dtype=pl.Int64, eager=True)}
+
+
+def _is_too_much(count: int, begin: int, launched: NDArray[np.int64]) -> bool:
+    """Say whether a host that launches so many kernels takes far longer than until its first launch that was seen."""
+    if len(launched) < 2:
+        return False
+    pace = (launched.max() - launched.min()) / (len(launched) - 1)
+    return bool(count * pace > _FAR * (launched.min() - begin))
 
 
 def _idle_from(begin: int, start: NDArray[np.int64], end: NDArray[np.int64]) -> int:
