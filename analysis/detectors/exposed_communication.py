@@ -5,7 +5,8 @@ the last peer arrived; waits for peers are no part of it. The first and the last
 since nothing of the step lies before or after them to hide behind. No more can be hidden than the rank computes in the
 step: that is the speedup, and the rest takes faster links, or fewer bytes. Reported from `min_fraction` of the step on;
 from `min_fraction_coarse` on where the next operator needs the result, so that earlier calls cannot hide it (tensor,
-expert and pipeline parallelism, all-to-alls), or may need it: groups of some of the ranks whose names say nothing.
+expert and pipeline parallelism, all-to-alls), or may need it: groups of some of the ranks whose names say nothing; and
+of all kinds of operations together where each takes less.
 Where the other ranks were not recorded, transfer and wait for peers cannot be distinguished: the finding is an upper
 bound, and reported from `min_fraction_coarse` on, too. Sends and receives of pipeline stages are left open then: stages
 wait for each other by design. Where gradients cannot be distinguished from other operations (no backward, or no
@@ -15,7 +16,9 @@ Of gradients: transfer that blocks a rank between the last computation of backwa
 would be left if the same bytes were reduced in `k` buckets while backward runs: bucket i is ready after i / k of it,
 and takes 1 / k of the time that the gradients' communication took. The best k up to `max_buckets`,
 of 1 MiB or more each, is the measure; what is above it is the loss, reported above `min_fraction` of the step, or above
-`min_fraction_unhidden` where less than half of this communication is hidden and a step has one backward.
+`min_fraction_unhidden` where less than half of this communication is hidden and a step has one backward. Where buckets
+bring less, and devices take longer to reduce gradients than backward to compute them, all that comes after backward is
+the loss, reported from `min_fraction_coarse` on.
 
 **Why it costs time.** A device that only transfers computes nothing. Parameters that are gathered one layer ahead, or
 gradients that are sent as soon as a layer's are there, move while other layers compute; one bucket for all
@@ -69,6 +72,7 @@ from rankscope.analysis.model.spec import AS_EXPOSED, Detector
 from rankscope.analysis.model.tables import in_order
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.units import duration, percent
+from rankscope.collectors.schema import OPS
 from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
@@ -76,7 +80,9 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("backward", "collectives"),
     cost="bounded",
-    bound=lambda finding: f"op:{finding.where}=0" if finding.fix else None,  # no link is faster
+    bound=lambda finding: (
+        f"op:{finding.where}=0" if finding.where in OPS and finding.fix else None
+    ),  # no link is faster
     has_other_fixes=True,  # faster links, fewer bytes
     waited_for=False,
     lost_as=AS_EXPOSED,
@@ -89,6 +95,7 @@ _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they hold up is not known
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
+_AND = ", "
 _IN_OTHERS = 1 / 3  # of the mean loss
 # Groups whose results the next operator needs, or may need.
 _INLINE = ("tensor", "expert", "exchange", "pipeline", "unknown")
@@ -152,7 +159,9 @@ def detect(
     unresolved: NotResolvable | None = None
     try:
         least = (min_fraction, min_fraction_unhidden)
-        findings += _of_gradients(_spans(breakdown, phases, collectives, regions, kernels), least, max_buckets)
+        spans = _spans(breakdown, phases, collectives, regions, kernels)
+        on_devices = kernels is not None and not kernels.is_empty()
+        findings += _of_gradients(spans, least, min_fraction_coarse if on_devices else None, max_buckets)
     except NotResolvable as reason:
         unresolved = reason
     if groups is not None:
@@ -162,9 +171,9 @@ def detect(
             judged = [(kind, *_REDUCTIONS) for kind in kinds]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
         grid, costly, open_ns = judged_grid(breakdown, 1), [], 0.0
-        for one in _operations(breakdown, phases, collectives, groups):
-            if any(one.kind == kind and one.op in ops for kind, *ops in judged):
-                continue
+        every = _operations(breakdown, phases, collectives, groups)
+        others = [one for one in every if not any(one.kind == kind and one.op in ops for kind, *ops in judged)]
+        for one in _together(others, grid, min_fraction, min_fraction_coarse):
             least_ns = one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
@@ -190,7 +199,10 @@ def detect(
 
 
 def _of_gradients(
-    seen: tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool], least: tuple[float, float], max_buckets: int
+    seen: tuple[StepGrid, pl.DataFrame, dict[str, Floats], bool],
+    least: tuple[float, float],
+    coarse: float | None,
+    max_buckets: int,
 ) -> list[Finding]:
     grid, rows, spans, is_alone = seen
     size = float(np.median(spans["bytes"]))
@@ -201,7 +213,7 @@ def _of_gradients(
     best = max(means, key=lambda mean: mean.ns)
     unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and is_alone
     if not best.clear or best.ns < least[1 if unhidden else 0] * grid.step_ns:
-        return []
+        return [] if coarse is None else _of_slow_links(grid, rows, spans, coarse)
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
     lost = means[buckets - 1]
     exposed, communication = float(np.median(spans["exposed"])), float(np.median(spans["exposed"] + spans["hidden"]))
@@ -237,9 +249,41 @@ def _of_gradients(
     ]
 
 
+def _of_slow_links(grid: StepGrid, rows: pl.DataFrame, spans: dict[str, Floats], min_fraction: float) -> list[Finding]:
+    """Return the loss by gradients that take longer to reduce than backward takes to compute them."""
+    exposed, communication = spans["exposed"], spans["exposed"] + spans["hidden"]
+    lost = estimate(np.median(exposed, axis=0), TRIM)
+    is_longer = np.median(communication) > np.median(spans["backward"])
+    if not is_longer or not lost.clear or lost.ns < min_fraction * grid.step_ns:
+        return []
+    took = {"communication": duration(float(np.median(communication))), "exposed": duration(lost.ns)}
+    return [
+        Finding(
+            detector="exposed_communication",
+            title=text(
+                "Gradients take {communication} per step to reduce, longer than backward computes: {exposed} come "
+                "after backward and block all ranks",
+                **took,
+            ),
+            where="after backward",
+            advice=text(
+                "Backward, {backward} per step, hides no more than that. Reduce less often (accumulate gradients over "
+                "several microbatches with no_sync), compute more per step (larger batches), send fewer bytes (bf16 "
+                "gradients, a compression hook), or use faster links.",
+                backward=duration(float(np.median(spans["backward"]))),
+            ),
+            evidence=longest_rows(rows, "collectives"),
+            **price(grid, lost, lost.ns),
+        )
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Operations:
-    """One kind of operation in groups of one purpose: its transfers that block the median of their ranks."""
+    """One kind of operation in groups of one purpose: its transfers that block the median of their ranks.
+
+    Or several kinds, of which `op` has the names.
+    """
 
     sort: str
     kind: str
@@ -254,7 +298,11 @@ class _Operations:
 
     def least_fraction(self, usual: float, coarse: float) -> float:
         """Return the share of the step from which on it is reported."""
-        return coarse if self.kind in _INLINE or self.is_bound else usual
+        return coarse if self.kind in _INLINE or self.is_bound or self.are_several else usual
+
+    @property
+    def are_several(self) -> bool:
+        return _AND in self.op
 
     def lost(self, elsewhere_ns: float) -> Estimate:
         """Return its cost without that of other findings.
@@ -309,6 +357,36 @@ def _operations(
     return found
 
 
+def _together(
+    operations: list[_Operations], grid: StepGrid, min_fraction: float, min_fraction_coarse: float
+) -> list[_Operations]:
+    """Return the operations, those of one purpose as one kind where each takes less than is reported."""
+    found: list[_Operations] = []
+    for sort, kind in dict.fromkeys((one.sort, one.kind) for one in operations):
+        of_purpose = [one for one in operations if (one.sort, one.kind) == (sort, kind)]
+        least_ns = [one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns for one in of_purpose]
+        is_small = all(one.exposed_ns.mean() < least for one, least in zip(of_purpose, least_ns, strict=True))
+        if len(of_purpose) == 1 or not is_small or any(one.is_bound for one in of_purpose):
+            found += of_purpose
+            continue
+        hidden = [one.hidden_ns for one in of_purpose]
+        found.append(
+            _Operations(
+                sort=sort,
+                kind=kind,
+                op=_AND.join(one.op for one in of_purpose),
+                groups=tuple(sorted({group for one in of_purpose for group in one.groups})),
+                rows=pl.concat([one.rows for one in of_purpose]),
+                is_bound=False,
+                exposed_ns=np.sum([one.exposed_ns for one in of_purpose], axis=0),
+                hidden_ns=None if None in hidden else sum(ns for ns in hidden if ns is not None),
+                computed_ns=of_purpose[0].computed_ns,
+                pieces_ns=np.concatenate([one.pieces_ns for one in of_purpose]),
+            )
+        )
+    return found
+
+
 def _are_judged(
     breakdown: pl.DataFrame,
     phases: pl.DataFrame,
@@ -349,7 +427,7 @@ def _of_operations(one: _Operations, grid: StepGrid, lost: Estimate, behind: str
         where=one.op,
         advice=joined(" ", (_ADVICE[one.kind], _limit(one, behind))),
         groups=one.groups,
-        fix=None if one.is_bound else f"overlap:{one.sort}:{one.op}",
+        fix=None if one.is_bound else f"overlap:{one.sort}" if one.are_several else f"overlap:{one.sort}:{one.op}",
         gain_why=text("at most what it costs, any part of which may be waiting for peers") if one.is_bound else None,
         evidence=longest_rows(one.rows, "collectives"),
         **price(grid, lost),
