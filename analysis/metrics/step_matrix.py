@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 ENOUGH_STEPS = 5  # to compare steps with each other
+_AGREEING_STEPS = 3
 TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
@@ -230,14 +231,14 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
 def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
     """Return the same of what is lost per step in these pieces (gaps, calls): of few steps they are the sample.
 
-    Each might not have happened, so that a single one is never clear of zero; four of one length just are. Where what
-    is lost is less than they take together, each counts as much less. Of few steps, and of more whose mean is not clear
-    of zero, the median counts, of two the lower one: the first of a capture is often longer, and what happens once is
-    no property of a step.
+    Each might not have happened, so that a single one is never clear of zero; four of one length just are, as are
+    three steps that agree. Where what is lost is less than they take together, each counts as much less. Of one or two
+    steps, and of more whose mean is not clear of zero, the median counts, of two the lower one: the first of a capture
+    is often longer, and what happens once is no property of a step.
 
     Source: the variance of a compound Poisson sum is that of its number times the mean square of its terms.
     """
-    if len(values) >= ENOUGH_STEPS:
+    if len(values) >= _AGREEING_STEPS:
         of_steps = estimate(values, trim)
         if of_steps.clear:
             return of_steps
