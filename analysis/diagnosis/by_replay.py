@@ -2,7 +2,7 @@
 
 Of few steps a check must exclude chance by single operations: of a stall that comes once in each of them there are as
 many as steps. That a replay with this rank's own time like that of its peers is clearly shorter, and with no other
-rank's nearly as much, is evidence of another sort.
+rank's nearly as much, is evidence of another sort. So it is of a node, of which no rank by itself brings as much.
 """
 
 from __future__ import annotations
@@ -37,28 +37,32 @@ def blamed_by_replay(
         return None
     if may_be_stages(tables["collectives"], grid.step_ns * len(grid.steps)):
         return None
-    of_ranks = sorted((fix for fix in fixes() if _rank_of(fix) is not None), key=lambda fix: -fix.gain_ns)
-    if not of_ranks:
+    units = sorted((fix for fix in fixes() if _unit_of(fix) is not None), key=lambda fix: -fix.gain_ns)
+    if not units:
         return None
-    best, rank = of_ranks[0], _rank_of(of_ranks[0])
-    is_alone = all(best.gain_ns >= _STANDS_OUT * other.gain_ns for other in of_ranks[1:])
-    if rank not in grid.ranks or best.gain_fraction < _LEAST or not is_alone:
+    best, (kind, number) = units[0], _unit_of(units[0]) or ("", 0)
+    is_alone = all(best.gain_ns >= _STANDS_OUT * other.gain_ns for other in units[1:])
+    of_unit = tables["ranks"].filter(pl.col(kind) == number)["rank"].to_list()
+    ranks = tuple(rank for rank in grid.ranks if rank in of_unit)
+    if not ranks or best.gain_fraction < _LEAST or not is_alone:
         return None
     cost = duration(best.gain_ns)
+    named = text("Rank {rank}", rank=number) if kind == "rank" else text("Node {node}", node=number)
     return Finding(
         detector="slow_rank",
         severity=severity(best.gain_fraction),
         title=text(
-            "Rank {rank} makes steps {cost} longer: a replay in which it takes no longer than its peers saves as much",
-            rank=rank,
+            "{named} makes steps {cost} longer: a replay in which it takes no longer than its peers saves as much",
+            named=named,
             cost=cost,
         ),
-        where=_where(rank, grid, tables),
-        advice=advice_on((rank,)),
-        ranks=(rank,),
+        where=_where(ranks[0], grid, tables),
+        advice=advice_on(ranks),
+        ranks=ranks,
+        nodes=(number,) if kind == "node" else (),
         fix=best.fix,
         confidence=LIKELY,
-        evidence=longest_rows(tables["steps"].filter(pl.col("rank") == rank), "steps"),
+        evidence=longest_rows(tables["steps"].filter(pl.col("rank").is_in(ranks)), "steps"),
         lost_ns_per_step=best.gain_ns,
         lost_ns_total=best.gain_ns * len(grid.steps),
         lost_fraction=best.gain_fraction,
@@ -68,10 +72,10 @@ def blamed_by_replay(
     )
 
 
-def _rank_of(fix: PredictedFix) -> int | None:
-    """Return the rank, where the fix is that of a single one."""
+def _unit_of(fix: PredictedFix) -> tuple[str, int] | None:
+    """Return what the fix is of, where that is a single rank or node."""
     one = Fix.parse(fix.fix)
-    return one.numbers[0] if one.kind == "rank" and len(one.numbers) == 1 else None
+    return (one.kind, one.numbers[0]) if one.kind in ("rank", "node") and len(one.numbers) == 1 else None
 
 
 def _explains_waits(finding: Finding) -> bool:
