@@ -4,7 +4,8 @@
 from the arrival of the last rank on. Three measures of what it should be:
 
 - Groups that do the same (operation, size, number of ranks and of nodes; of sends and receives each pair of ranks): one
-  is slow if it takes `min_ratio` times as long as the others usually do, and longer than any of them in most steps. In
+  is slow if it takes `min_ratio` times as long as the others usually do (where a profiler saw the devices,
+  `min_ratio_on_devices` times), and longer than any of them in most steps. In
   a capture of few steps each operation is a sample: most of at least `min_operations` take longer than most of the
   others'.
 - The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
@@ -14,7 +15,9 @@ from the arrival of the last rank on. Three measures of what it should be:
   ones do in the others, and a rank-sum test puts them `min_z` standard deviations apart.
 
 The loss is the part of these transfers that ranks wait for, times what would be saved at the bandwidth of the
-other groups or steps, or at four fifths of the interface's. Above `min_fraction` of the step it is reported.
+other groups or steps, or at four fifths of the interface's; of a group at least what its ranks wait longer for them
+than those of other groups for theirs, which hide more of what is shorter.
+Above `min_fraction` of the step it is reported.
 
 **Why it costs time.** Communication that is not hidden behind computation lengthens the step by every byte.
 
@@ -93,6 +96,7 @@ class _Slow:
     ranks: tuple[int, ...]
     steps: tuple[int, ...] = ()
     error: float | None = None  # of how long they take, as a share, where operations are the samples
+    others: tuple[tuple[pl.Series, tuple[int, ...]], ...] = ()  # instances and ranks of other groups
 
 
 def detect(
@@ -106,6 +110,7 @@ def detect(
     *,
     min_fraction: float = 0.05,
     min_ratio: float = 2.0,
+    min_ratio_on_devices: float = 1.3,
     min_change: float = 1.5,
     min_operations: int = 6,
     min_steps: int = 10,
@@ -113,7 +118,9 @@ def detect(
 ) -> list[Finding]:
     """Name groups slower than others, networks slower than their interfaces, and steps in which all are slower."""
     moved = _large(collectives, ranks)
-    alike, checked = _against_groups([moved, _large_receives(collectives, ranks)], min_ratio, min_operations)
+    on_devices = "device_start_ns" in collectives.columns and collectives["device_start_ns"].is_not_null().any()
+    ratio = min_ratio_on_devices if on_devices else min_ratio
+    alike, checked = _against_groups([moved, _large_receives(collectives, ranks)], ratio, min_operations)
     grid = judged_grid(breakdown, 1)
     # A group that stands out needs neither many steps nor that all other communication is known.
     if grid.of(MIXED).any() or not alike:
@@ -126,7 +133,7 @@ def detect(
     apart = (links is not None and _differ(links)) or (proxies is not None and _differ(sends(proxies)))
     if apart:
         moved = moved.filter(pl.col("nodes") == 1)
-        alike, checked = _against_groups([moved], min_ratio, min_operations)
+        alike, checked = _against_groups([moved], ratio, min_operations)
     network, known = _against_interfaces(moved, ranks, collectives, counters, min_ratio)
     stretch = _against_other_steps(moved, grid, min_change, min_steps, min_z)
     found = (_finding(slow, every, grid, min_fraction) for slow in [*alike, *network, *stretch])
@@ -151,6 +158,8 @@ def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: flo
         _loss(of_it, grid, slow.ranks or grid.ranks, slow.saved, slow.steps, column, slow.error)
         for column in ("exposed_ns", "least_ns")
     )
+    if slow.others:
+        most, lost = (_beyond_others(slow, every, grid, *bound) for bound in ((most, "exposed_ns"), (lost, "least_ns")))
     if not most.clear or most.ns < min_fraction * grid.step_ns:
         return None
     title = text("{title}: up to {most} longer per step", title=slow.title, most=duration(most.ns))
@@ -166,6 +175,16 @@ def _finding(slow: _Slow, every: pl.DataFrame, grid: StepGrid, min_fraction: flo
         gain_why=text("for how long transfers block ranks was not recorded") if bounded else None,
         **price(grid, lost, None if bounded else lost.ns),
     )
+
+
+def _beyond_others(slow: _Slow, every: pl.DataFrame, grid: StepGrid, lost: Estimate, column: str) -> Estimate:
+    """Return the loss, at least what the group's ranks wait longer than others do for the same operations."""
+    waited = [
+        _loss(every.filter(pl.col("instance_id").is_in(instances.implode())), grid, of, 1.0, column=column).ns
+        for instances, of in ((slow.instances, slow.ranks), *slow.others)
+    ]
+    beyond = waited[0] - float(np.median(waited[1:]))
+    return lost if beyond <= lost.ns else Estimate(beyond, lost.half_width_ns * beyond / max(lost.ns, 1.0))
 
 
 def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fraction: float, apart: bool) -> None:
@@ -318,6 +337,10 @@ def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float) -> 
         groups=(name,),
         ranks=members,
         error=error,
+        others=tuple(
+            (of_other["instance_id"], tuple(of_other["members"][0]))
+            for _, of_other in rows.filter(pl.col("of") != group).group_by("of", maintain_order=True)
+        ),
     )
 
 
