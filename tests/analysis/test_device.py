@@ -198,6 +198,23 @@ def test_what_begins_after_the_device_was_idle_was_launched_in_the_step_though_i
     assert on_device(step_spans((0, 0, 0, 500_000)), rows)["start_ns"].to_list() == [begins]
 
 
+@pytest.mark.parametrize(("launched_at", "begins"), [(100_000, 600_000), (590_000, 0)])
+def test_a_device_that_begins_late_with_what_was_launched_long_before_was_busy_until_then(launched_at, begins):
+    """What it did until then was launched before the capture began, and is not in it."""
+    rows = launched(("compute", 600_000, 700_000, launched_at), ("compute", 700_000, 800_000, 650_000))
+    assert on_device(step_spans((0, 0, 0, 900_000)), rows)["start_ns"].to_list() == [begins]
+
+
+@pytest.mark.parametrize(("count", "begins"), [(40, 450_000), (4, 0)])
+def test_more_kernels_than_a_host_can_have_launched_were_queued_before_though_the_device_had_been_idle(count, begins):
+    """Idle until 150,000, then kernels of unknown launch; the first known launch is at 10,000, one each 1,000."""
+    unknown = [
+        ("compute", 150_000 + n * 300_000 // count, 150_000 + (n + 1) * 300_000 // count, None) for n in range(count)
+    ]
+    known = [("compute", 450_000 + n * 100, 450_000 + (n + 1) * 100, 10_000 + 1_000 * n) for n in range(50)]
+    assert on_device(step_spans((0, 0, 0, 900_000)), launched(*unknown, *known))["start_ns"].to_list() == [begins]
+
+
 def test_without_steps_the_capture_is_one():
     first = step_spans((0, 0, 50, 80), (1, 0, 10, 20))
     second = step_spans((0, 0, 60, 90))

@@ -191,6 +191,7 @@ PREDICTED = PredictedFix(fix="rank:0", step_ns=90, gain_ns=10, gain_fraction=0.1
         (replace(PREDICTED, fix="rank:1", gain_ns=6), 3, True),
         (replace(PREDICTED, fix="rank:1", gain_ns=8), 3, False),  # two ranks bring about as much
         (replace(PREDICTED, fix="host", gain_ns=30), 3, True),
+        (replace(PREDICTED, fix="node:0", gain_ns=9), 3, False),  # its node does as well
         (None, 9, True),
         (None, 10, False),  # enough steps to compare them with each other
     ],
@@ -202,10 +203,25 @@ def test_a_rank_is_named_by_the_replay_if_no_other_brings_as_much(other, steps, 
     called = {"rank": pl.Int32, "group_id": pl.Int64, "group_size": pl.UInt32, "op": pl.String, "wait_ns": pl.Int64}
     tables = {"breakdown": phases.with_columns(ns=100), "phases": phases, "steps": span}
     tables["collectives"] = pl.DataFrame(schema=called)
+    tables["ranks"] = pl.DataFrame({"rank": [0, 1], "node": [0, 0]})
     found = blamed_by_replay(lambda: [PREDICTED, *([other] if other else [])], [], tables)
     assert (found is not None) is blamed
     if found is not None:
         assert (found.ranks, found.lost_fraction, found.where) == ((0,), 0.1, "mm")
+
+
+def test_a_node_is_named_by_the_replay_with_its_ranks():
+    spans = [(rank, step, 100 * step, 100 * step + 100) for rank in range(4) for step in range(3)]
+    span = pl.DataFrame(spans, ["rank", "step", "start_ns", "end_ns"], orient="row")
+    phases = span.with_columns(part=pl.lit("compute"), label=pl.lit("mm"))
+    called = {"rank": pl.Int32, "group_id": pl.Int64, "group_size": pl.UInt32, "op": pl.String, "wait_ns": pl.Int64}
+    tables = {"breakdown": phases.with_columns(ns=100), "phases": phases, "steps": span}
+    tables |= {"collectives": pl.DataFrame(schema=called)}
+    tables |= {"ranks": pl.DataFrame({"rank": [0, 1, 2, 3], "node": [0, 0, 1, 1]})}
+    fixes = [replace(PREDICTED, fix="node:1"), replace(PREDICTED, fix="rank:3", gain_ns=2)]
+    found = blamed_by_replay(lambda: fixes, [], tables)
+    assert (found.ranks, found.nodes, found.fix) == ((2, 3), (1,), "node:1")
+    assert found.title.startswith("Node 1 makes steps 10 ns longer")
 
 
 def test_a_slow_rank_and_healthy_ranks_are_no_uneven_work(tmp_path):

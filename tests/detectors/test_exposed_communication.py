@@ -76,19 +76,20 @@ def test_what_cannot_be_hidden_better_is_no_finding(buckets):
     assert exposed_communication.detect(*tables(*buckets, step_ms=400)) == []
 
 
-def gathers(steps, transfer_ms):
+def gathers(steps, transfer_ms, *, ops=("allgather",) * 4, compute_ms=5):
     """Two ranks that gather parameters 4 times a step, `transfer_ms` each, and compute 5 ms after each."""
     parts, phases, calls = [], [], []
     for rank in range(2):
         at = 0
         for step in range(steps):
-            for number in range(4):
+            for number, op in enumerate(ops):
                 met, end = at * MS, (at + transfer_ms) * MS
-                phases += [(rank, step, "transfer", "allgather", met, end)]
-                phases += [(rank, step, "compute", "mm", end, end + 5 * MS)]
-                calls += [(rank, step, 4 * step + number, "allgather", met, met, end, 0)]
-                at += transfer_ms + 5
-            parts += [(rank, step, "transfer", 4 * transfer_ms * MS), (rank, step, "compute", 20 * MS)]
+                phases += [(rank, step, "transfer", op, met, end)]
+                phases += [(rank, step, "compute", "mm", end, end + compute_ms * MS)]
+                calls += [(rank, step, len(ops) * step + number, op, met, met, end, 0)]
+                at += transfer_ms + compute_ms
+            parts += [(rank, step, "transfer", len(ops) * transfer_ms * MS)]
+            parts += [(rank, step, "compute", len(ops) * compute_ms * MS)]
     rows = ["rank", "step", "instance_id", "op", "start_ns", "device_start_ns", "end_ns", "wait_ns"]
     return (
         pl.DataFrame(parts, ["rank", "step", "part", "ns"], orient="row"),
@@ -112,6 +113,17 @@ def test_what_no_computation_can_hide_costs_all_the_same(steps):
     healthy = gathers(steps, 0.5)
     assert exposed_communication.detect(*healthy) == []
     assert exposed_communication.resolution_ns(*healthy[:4], groups=healthy[5]) == 0.05 * 22 * MS
+
+
+@pytest.mark.parametrize(("compute_ms", "found"), [(20, True), (80, False)])
+def test_two_kinds_of_operations_of_one_purpose_cost_together_what_neither_does_alone(compute_ms, found):
+    """Of 10 + 10 operations of 4 ms the first and last of each do not count: 32 + 32 of 480 ms, 6.7 % each of them."""
+    tables_ = gathers(3, 4, ops=("allgather", "reduce_scatter") * 10, compute_ms=compute_ms)
+    groups = pl.DataFrame({"group_id": [0], "name": ["tp"], "role": [""], "members": ["0-3"]})
+    findings = exposed_communication.detect(*tables_[:5], groups)
+    assert [(one.lost_ns_per_step, one.where, one.fix) for one in findings] == (
+        [(64 * MS, "allgather, reduce_scatter", "overlap:fsdp")] if found else []
+    )
 
 
 def test_one_operation_per_step_does_not_show_that_nothing_could_be_hidden():
@@ -173,6 +185,36 @@ def test_without_backward_or_reductions_it_is_not_judged():
         exposed_communication.detect(breakdown, phases, collectives, regions.filter(kind="optimizer"))
     with pytest.raises(NotResolvable, match="reduction"):
         exposed_communication.detect(breakdown, phases, collectives.clear(), regions)
+
+
+@pytest.mark.parametrize(("lasts", "found"), [(19_000, True), (2_400, False)])
+def test_gradients_that_take_longer_than_backward_cost_all_that_comes_after_it(tmp_path, lasts, found):
+    """Two ranks, steps of 100 ms: forward until 15, backward until 25 with four reductions in a row from 16 on, each of
+    19 ms: 67 ms come after it, and more buckets hide no more."""
+    for rank in (0, 1):
+        events = []
+        for number in range(6):
+            at, first = 100_000 * number, 100 * number
+            events.append(profiler_step(number, at, 99_990))
+            spans = [("forward", 0, 15_000, 1), ("backward", 15_000, 10_000, 2)]
+            for n, (name, since, length, thread) in enumerate(spans, 1):
+                events.append(launch(at + 100 * n, 5, first + n, tid=thread))
+                events.append(kernel(name, at + since, length, first + n, device=rank))
+            for bucket in range(4):
+                words = {"device": rank, "stream": 20, **meta(elements=10 * MB, Seq=4 * number + bucket)}
+                events.append(launch(at + 300 + bucket, 1, first + 10 + bucket, tid=2))
+                events.append(kernel(ALLREDUCE, at + 16_000 + lasts * bucket, lasts, first + 10 + bucket, **words))
+            events.append(event("user_annotation", "Optimizer.step#SGD.step", at + 1_500, 200))
+            events += [launch(at + 1_600, 5, first + 9), kernel("sgd", at + 93_000, 6_990, first + 9, device=rank)]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 2})
+    report = rankscope.diagnose(rankscope.open(tmp_path))
+    findings = [finding for finding in report.findings if finding.detector == "exposed_communication"]
+    assert len(findings) == found
+    for finding in findings:
+        assert finding.title.startswith(
+            "Gradients take 76.0 ms per step to reduce, longer than backward computes: 67.0 ms"
+        )
+        assert finding.lost_ns_per_step == pytest.approx(67 * MS, rel=0.01)
 
 
 @pytest.mark.parametrize("begin", [70, 51])
