@@ -33,6 +33,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
+from rankscope.analysis.metrics.slow_hosts import as_host_time, slow_hosts
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimates
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
@@ -66,10 +67,14 @@ def detect(
     regions: pl.DataFrame,
     ranks: pl.DataFrame,
     device_waits: pl.DataFrame | None = None,
+    phases: pl.DataFrame | None = None,
+    launches: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
 ) -> list[Finding]:
     """Name the ranks that wait for input: those that stand out, together where they stall alike, or else all."""
+    if phases is not None and launches is not None:
+        breakdown = as_host_time(breakdown, slow_hosts(launches, phases))
     grid = _with_input(breakdown, regions)
     nodes, least_ns = _nodes(grid, ranks), min_fraction * grid.step_ns
     return of_hosts(lambda waits: _found(grid, held_up(grid, "input", waits), regions, nodes, least_ns), device_waits)

@@ -8,7 +8,7 @@ import polars as pl
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate_of_pieces
 
-__all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead", "without_calls"]
+__all__ = ["host_gaps", "launching", "loss_of_gaps", "lost_lead", "paces", "without_calls"]
 
 _OWN_NS = 10_000  # what such a call takes although it has nothing to wait for
 _LONG_CALL_NS = 100_000  # a launch that takes so long waits for room in the queue
@@ -105,19 +105,24 @@ def loss_of_gaps(grid: StepGrid, costly: pl.DataFrame, cost: Floats) -> Estimate
 
 def launching(grid: StepGrid, phases: pl.DataFrame, launches: pl.DataFrame) -> Floats:
     """Return ns per step and rank in which the host made call after call, without waiting for the device."""
-    of_rank = _in_calls(phases, launches)
+    of_rank = dict(_in_calls(phases, launches).select("rank", "ns").iter_rows())
     return np.array([of_rank.get(rank, 0) for rank in grid.ranks]) / len(grid.steps)
 
 
+def paces(phases: pl.DataFrame, launches: pl.DataFrame) -> dict[int, float]:
+    """Return by rank the mean ns from one call of its host to the next, where it made call after call."""
+    return dict(_in_calls(phases, launches).select("rank", pl.col("ns") / pl.col("calls")).iter_rows())
+
+
 @once
-def _in_calls(phases: pl.DataFrame, launches: pl.DataFrame) -> dict[int, int]:
-    """By rank, ns from call to call of each thread, without those after which it may have waited."""
+def _in_calls(phases: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """(rank, ns, calls): from call to call of each thread, without those after which it may have waited."""
     seen = phases.group_by("rank").agg(first_ns=pl.col("start_ns").min(), last_ns=pl.col("end_ns").max())
     lasts = pl.col("end_ns") - pl.col("start_ns")
     waits = pl.when(pl.col("waits") | (lasts >= _LONG_CALL_NS)).then(lasts).otherwise(0)
     until_next = pl.col("start_ns").shift(-1) - pl.col("start_ns") - waits
     of_thread = ["rank", "thread"]
-    spent = (
+    return (
         launches.select(*of_thread, "start_ns", "end_ns", "waits")
         .join(seen, on="rank")
         .filter(pl.col("start_ns") >= pl.col("first_ns"), pl.col("end_ns") <= pl.col("last_ns"))
@@ -125,6 +130,5 @@ def _in_calls(phases: pl.DataFrame, launches: pl.DataFrame) -> dict[int, int]:
         .select(*of_thread, until_next.over(of_thread).alias("ns"))
         .filter(pl.col("ns") <= _SOON * pl.col("ns").median().over(of_thread))
         .group_by("rank")
-        .agg(pl.col("ns").sum())
+        .agg(pl.col("ns").sum(), pl.len().alias("calls"))
     )
-    return dict(spent.iter_rows())

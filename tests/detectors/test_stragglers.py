@@ -4,9 +4,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+import rankscope
 from rankscope.analysis.metrics.step_matrix import step_grid
 from rankscope.analysis.metrics.stragglers import MOST_CHANCE, charged, stragglers
 from rankscope.analysis.metrics.wait_attribution import delays
+from support.kineto import ALLREDUCE, event, kernel, launch, meta, write
+from support.kineto import step as profiler_step
 
 MS = 1_000_000
 TRANSFER_MS = 1
@@ -149,3 +152,33 @@ def test_ranks_that_are_alike_have_no_straggler(ranks, steps, operations):
         rng = np.random.default_rng(seed)
         work += rng.exponential(3, work.shape) * (rng.random(work.shape) < 0.02)
         assert found(work) is None
+
+
+@pytest.mark.parametrize(("loads", "detector"), [(4, "slow_rank"), (30, "input_stall")])
+def test_a_host_that_is_slow_in_all_it_does_is_slow_in_its_input_too(tmp_path, loads, detector):
+    """Three ranks, 6 steps: 0.2 ms for a batch, 100 calls each 20 µs that begin a kernel of as long at once, and a
+    reduction of 0.1 ms. Rank 2 takes 4 times as long from call to call and `loads` times as long for its batch."""
+    name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    slow = 200 * loads + 100 * 80
+    for rank in range(3):
+        events, times = [], (4, loads) if rank == 2 else (1, 1)
+        for number in range(6):
+            at, first = number * (slow + 200), 1000 * number
+            events.append(profiler_step(number, at, slow + 200))
+            events.append(event("user_annotation", name, at, 200 * times[1]))
+            begin = at + 200 * times[1]
+            for call in range(100):
+                events.append(launch(begin, 5, first + call))
+                events.append(kernel("mm", begin + 6, 20, first + call, device=rank))
+                begin += 20 * times[0]
+            words = {"device": rank, "stream": 20, **meta(Seq=number, ranks="[0, 1, 2]")}
+            events += [
+                launch(begin, 5, first + 999),
+                kernel(ALLREDUCE, begin + 6, at + slow + 106 - begin, first + 999, **words),
+            ]
+        write(tmp_path / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 3})
+    found = rankscope.diagnose(rankscope.open(tmp_path)).findings[0]
+    assert (found.detector, found.ranks) == (detector, (2,))
+    if detector == "slow_rank":
+        assert found.lost_ns_per_step == pytest.approx((slow - 200 - 100 * 20) * 1_000, rel=0.02)
+        assert found.advice.startswith("Its host takes 4 times as long from call to call as the others.")

@@ -23,7 +23,9 @@ Nodes are analyzed first, in the same way, by the mean of their ranks: what thes
 chance sooner than what one of them has. A node is slow if all of its ranks take at least half of the loss longer; they
 are then analyzed without what their node takes longer.
 
-Where a profiler saw the devices, the loss is no more than the time by which the rank began collectives after the
+Where a profiler saw the devices, and a rank's host takes 1.5 times as long from call to call as the others, or longer,
+what it waits for input is its own time as well, unless that is more than twice as much as a host so slow explains.
+There the loss is no more than the time by which the rank began collectives after the
 second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, and longer ones whose steps
 show no slow rank, are analyzed by single operations, but for those of pipelines: what each collective blocked the ranks
 for is charged to the rank that came last, or to the one for which that had waited. Where not all ranks of a group were
@@ -83,8 +85,10 @@ analysis of stragglers. Thresholds are measured on healthy jobs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, visible
@@ -92,11 +96,12 @@ from rankscope.analysis.detectors.slow_rank.late_by_durations import late_ranks,
 from rankscope.analysis.detectors.slow_rank.own_time import by_own_time, resolution_of_own_time
 from rankscope.analysis.detectors.slow_rank.shape import Thresholds, least_apart
 from rankscope.analysis.detectors.slow_rank.wording import late_finding
+from rankscope.analysis.metrics.slow_hosts import as_host_time, slow_hosts
 from rankscope.analysis.metrics.step_matrix import above_peers, step_grid
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.parts import OWN_WORK
 from rankscope.analysis.model.spec import AS_WAITING, Detector
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.units import percent
 from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.parallelism import may_be_stages
@@ -125,6 +130,7 @@ def detect(
     groups: pl.DataFrame | None = None,
     proxies: pl.DataFrame | None = None,
     device_waits: pl.DataFrame | None = None,
+    launches: pl.DataFrame | None = None,
     *,
     min_fraction: float = 0.03,
     persistence: float = 0.65,
@@ -133,12 +139,15 @@ def detect(
     """Name the ranks and nodes that compute longer than their peers, or arrive late; the costliest first."""
     thresholds = Thresholds(min_fraction, persistence, min_z)
     waited_for = waits_by_durations(breakdown, collectives, ranks, regions, groups, hosts_only=device_waits is not None)
+    hosts = {} if launches is None else slow_hosts(launches, phases)
+    own = as_host_time(breakdown, hosts), as_host_time(phases, hosts)
     try:
-        found = by_own_time(breakdown, phases, steps, ranks, collectives, regions, groups, thresholds)
+        found = by_own_time(*own, steps, ranks, collectives, regions, groups, thresholds)
     except NotResolvable:
         if waited_for is None:
             raise
         found = []
+    found = [_with_pace(finding, hosts) for finding in found]
     if waited_for is None:
         return found
     for late in late_ranks(waited_for, thresholds):
@@ -150,6 +159,19 @@ def detect(
     if not found:
         refuse_hidden(waited_for, thresholds)
     return sorted(found, key=lambda finding: -finding.lost_ns_per_step)
+
+
+def _with_pace(finding: Finding, hosts: Mapping[int, float]) -> Finding:
+    """Return the finding, of ranks with slow hosts with how slow these are."""
+    if not finding.ranks or not set(finding.ranks) <= hosts.keys():
+        return finding
+    said = plural(
+        "Its host takes {times:.2g} times as long from call to call as the others.",
+        "Their hosts take {times:.2g} times as long from call to call as the others.",
+        len(finding.ranks),
+        times=float(np.mean([hosts[rank] for rank in finding.ranks])),
+    )
+    return replace(finding, advice=joined(" ", (said, finding.advice)))
 
 
 def resolution_ns(
