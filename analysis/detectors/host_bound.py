@@ -57,6 +57,7 @@ from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import how_to_profile, named
 from rankscope.analysis.text.units import duration, percent, percent_at_most
+from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.errors import NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
@@ -69,6 +70,7 @@ detector = Detector(
 )
 
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
+_BEFORE_LAUNCH = pl.min_horizontal("end_ns", "launch_ns")
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
 _AS_LATE = 0.25  # of the loss: a rank that would delay the job next for so long has the same slow host
@@ -289,7 +291,7 @@ class _Loss:
 
 def _loss(grid: StepGrid, phases: pl.DataFrame, beside: pl.DataFrame, launches: pl.DataFrame) -> _Loss:
     lost, stays = _lost(grid, phases, beside)
-    late_ns = (grid.of("host") + sums(grid, beside, "possible_ns")).mean(axis=1)
+    late_ns = (grid.of("host") + sums(grid, _without_waits(beside, launches), "possible_ns")).mean(axis=1)
     quick_ns = (grid.busy - grid.of("host")).max(axis=0).mean()
     pace_ns = launching(grid, phases, launches) - quick_ns
     holds_up_ns = np.maximum(late_ns, pace_ns)
@@ -350,10 +352,20 @@ def _late_beside_communication(phases: pl.DataFrame, kernels: pl.DataFrame) -> p
         .join_asof(ends, left_on="start_ns", right_on="over_ns", by="rank", strategy="forward", check_sortedness=False)
         .filter(pl.col("launch_ns") > pl.col("start_ns"))
         .with_columns(
-            possible_ns=pl.min_horizontal("end_ns", "launch_ns") - pl.col("start_ns"),
+            possible_ns=_BEFORE_LAUNCH - pl.col("start_ns"),
             certain_ns=(pl.col("end_ns") - pl.col("start_ns")) * (pl.col("at_ns") < pl.col("over_ns")),
         )
     )
+
+
+def _without_waits(beside: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """Return the same, `possible_ns` without the time in which the host waited for the device."""
+    waits, frames = dict(by_rank(launches.filter("waits"))), [beside.clear()]
+    for rank, rows in by_rank(beside.sort("rank", "start_ns")):
+        start, end = (rows.select(of).to_series().to_numpy() for of in ("start_ns", _BEFORE_LAUNCH))
+        spent = _inside(start, end, waits[rank]) if rank in waits else np.zeros(len(rows))
+        frames.append(rows.with_columns(possible_ns=pl.col("possible_ns") - pl.Series(spent).cast(pl.Int64)))
+    return pl.concat(frames)
 
 
 def _causes(gaps: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame) -> dict[str, float]:
