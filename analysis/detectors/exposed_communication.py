@@ -18,7 +18,8 @@ and takes 1 / k of the time that the gradients' communication took. The best k u
 of 1 MiB or more each, is the measure; what is above it is the loss, reported above `min_fraction` of the step, or above
 `min_fraction_unhidden` where less than half of this communication is hidden and a step has one backward. Where buckets
 bring less, and devices take longer to reduce gradients than backward to compute them, all that comes after backward is
-the loss, reported from `min_fraction_coarse` on.
+the loss, reported from `min_fraction_coarse` on, as all is of unknown size. What blocks devices otherwise in groups
+that reduce gradients, which may be reductions in forward, is reported from `min_fraction_rest` on.
 
 **Why it costs time.** A device that only transfers computes nothing. Parameters that are gathered one layer ahead, or
 gradients that are sent as soon as a layer's are there, move while other layers compute; one bucket for all
@@ -95,7 +96,6 @@ _NEARLY_ALL = 0.98  # of backward's computation: it is over then
 _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they hold up is not known
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
-_AND = ", "
 _IN_OTHERS = 1 / 3  # of the mean loss
 # Groups whose results the next operator needs, or may need.
 _INLINE = ("tensor", "expert", "exchange", "pipeline", "unknown")
@@ -152,15 +152,16 @@ def detect(
     min_fraction: float = 0.05,
     min_fraction_unhidden: float = 0.03,
     min_fraction_coarse: float = 0.10,
+    min_fraction_rest: float = 0.15,
     max_buckets: int = 8,
 ) -> list[Finding]:
     """Report what hiding gradients behind backward would bring, and what exposed operations of other kinds cost."""
     findings: list[Finding] = []
     unresolved: NotResolvable | None = None
+    on_devices = kernels is not None and not kernels.is_empty()
     try:
         least = (min_fraction, min_fraction_unhidden)
         spans = _spans(breakdown, phases, collectives, regions, kernels)
-        on_devices = kernels is not None and not kernels.is_empty()
         findings += _of_gradients(spans, least, min_fraction_coarse if on_devices else None, max_buckets)
     except NotResolvable as reason:
         unresolved = reason
@@ -171,10 +172,9 @@ def detect(
             judged = [(kind, *_REDUCTIONS) for kind in kinds]
         slow = [f for found in (slow_link, low_bandwidth) if isinstance(found, list) for f in found]
         grid, costly, open_ns = judged_grid(breakdown, 1), [], 0.0
-        every = _operations(breakdown, phases, collectives, groups)
-        others = [one for one in every if not any(one.kind == kind and one.op in ops for kind, *ops in judged)]
-        for one in _together(others, grid, min_fraction, min_fraction_coarse):
-            least_ns = one.least_fraction(min_fraction, min_fraction_coarse) * grid.step_ns
+        fractions = min_fraction, min_fraction_coarse, min_fraction_rest if on_devices and not findings else None
+        for one, fraction in _asked(_operations(breakdown, phases, collectives, groups), judged, grid, fractions):
+            least_ns = fraction * grid.step_ns
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
             if lost.clear and lost.ns >= least_ns and one.is_bound and one.op == P2P:
@@ -212,26 +212,25 @@ def _of_gradients(
     means = [estimate(np.maximum(of_buckets, 0.0), TRIM) for of_buckets in saved]
     best = max(means, key=lambda mean: mean.ns)
     unhidden = np.median(spans["exposed"] - spans["hidden"]) > 0 and is_alone
-    if not best.clear or best.ns < least[1 if unhidden else 0] * grid.step_ns:
+    fraction = (least[1 if unhidden else 0] if size else coarse) or least[0]
+    if not best.clear or best.ns < fraction * grid.step_ns:
         return [] if coarse is None else _of_slow_links(grid, rows, spans, coarse)
     buckets = 1 + next(i for i, mean in enumerate(means) if mean.ns * _AS_GOOD >= best.ns)
     lost = means[buckets - 1]
     exposed, communication = float(np.median(spans["exposed"])), float(np.median(spans["exposed"] + spans["hidden"]))
+    said = {"buckets": buckets, "share": percent(1 - lost.ns / exposed)}
     advice = text(
-        "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: set bucket_cap_mb to "
-        "about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by hand, do it layer by layer "
-        "from hooks.",
-        buckets=buckets,
-        share=percent(1 - lost.ns / exposed),
-        size_mb=size / buckets / 2**20,
+        "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: lower bucket_cap_mb in "
+        "DistributedDataParallel; where gradients are reduced by hand, do it layer by layer from hooks.",
+        **said,
     )
-    if not size:
+    if size:
         advice = text(
-            "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: lower "
-            "bucket_cap_mb in DistributedDataParallel; where gradients are reduced by hand, do it layer by layer "
-            "from hooks.",
-            buckets=buckets,
-            share=percent(1 - lost.ns / exposed),
+            "In {buckets} buckets, each reduced while backward runs, {share} of that would be left: set bucket_cap_mb "
+            "to about {size_mb:.2g} in DistributedDataParallel; where gradients are reduced by hand, do it layer by "
+            "layer from hooks.",
+            **said,
+            size_mb=size / buckets / 2**20,
         )
     return [
         Finding(
@@ -251,19 +250,18 @@ def _of_gradients(
 
 def _of_slow_links(grid: StepGrid, rows: pl.DataFrame, spans: dict[str, Floats], min_fraction: float) -> list[Finding]:
     """Return the loss by gradients that take longer to reduce than backward takes to compute them."""
-    exposed, communication = spans["exposed"], spans["exposed"] + spans["hidden"]
-    lost = estimate(np.median(exposed, axis=0), TRIM)
-    is_longer = np.median(communication) > np.median(spans["backward"])
-    if not is_longer or not lost.clear or lost.ns < min_fraction * grid.step_ns:
+    communication, lost = spans["exposed"] + spans["hidden"], estimate(np.median(spans["exposed"], axis=0), TRIM)
+    is_short = np.median(communication) <= np.median(spans["backward"])
+    if is_short or not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
-    took = {"communication": duration(float(np.median(communication))), "exposed": duration(lost.ns)}
     return [
         Finding(
             detector="exposed_communication",
             title=text(
                 "Gradients take {communication} per step to reduce, longer than backward computes: {exposed} come "
                 "after backward and block all ranks",
-                **took,
+                communication=duration(float(np.median(communication))),
+                exposed=duration(lost.ns),
             ),
             where="after backward",
             advice=text(
@@ -302,7 +300,7 @@ class _Operations:
 
     @property
     def are_several(self) -> bool:
-        return _AND in self.op
+        return ", " in self.op
 
     def lost(self, elsewhere_ns: float) -> Estimate:
         """Return its cost without that of other findings.
@@ -357,6 +355,25 @@ def _operations(
     return found
 
 
+def _asked(
+    every: list[_Operations],
+    judged: list[tuple[str, ...]],
+    grid: StepGrid,
+    fractions: tuple[float, float, float | None],
+) -> list[tuple[_Operations, float]]:
+    """Return the operations, with the share of the step from which on each is reported.
+
+    Those of kinds that were `judged` as gradients only from the last fraction on, if there is one.
+    """
+    usual, coarse, rest = fractions
+    of_gradients = [any(one.kind == kind and one.op in ops for kind, *ops in judged) for one in every]
+    others = [one for one, is_gradient in zip(every, of_gradients, strict=True) if not is_gradient]
+    asked = [(one, one.least_fraction(usual, coarse)) for one in _together(others, grid, usual, coarse)]
+    if rest is None:
+        return asked
+    return asked + [(one, rest) for one, is_gradient in zip(every, of_gradients, strict=True) if is_gradient]
+
+
 def _together(
     operations: list[_Operations], grid: StepGrid, min_fraction: float, min_fraction_coarse: float
 ) -> list[_Operations]:
@@ -374,7 +391,7 @@ def _together(
             _Operations(
                 sort=sort,
                 kind=kind,
-                op=_AND.join(one.op for one in of_purpose),
+                op=", ".join(one.op for one in of_purpose),
                 groups=tuple(sorted({group for one in of_purpose for group in one.groups})),
                 rows=pl.concat([one.rows for one in of_purpose]),
                 is_bound=False,

@@ -7,7 +7,7 @@ from the arrival of the last rank on. Three measures of what it should be:
   is slow if it takes `min_ratio` times as long as the others usually do (where a profiler saw the devices,
   `min_ratio_on_devices` times), and longer than any of them in most steps. In
   a capture of few steps each operation is a sample: most of at least `min_operations` take longer than most of the
-  others'.
+  others'. Where no size is known, all operations of a kind count, of which each group has the same.
 - The speed of the nodes' network interfaces, where it was recorded: what a node sends while its collectives with other
   nodes transfer, is less than 1 / `min_ratio` of it.
 
@@ -205,17 +205,19 @@ def _refuse(unchecked: pl.DataFrame, every: pl.DataFrame, grid: StepGrid, min_fr
 def _large(collectives: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
     """Return the transfers of all-to-all-ranks operations that are bound by bandwidth.
 
-    With the number of `nodes`, and the members: `of` distinguishes groups.
+    With the number of `nodes`, and the members: `of` distinguishes groups. All, where no size is known.
     """
-    moved = transfers(collectives).filter(is_like("op", f"^({'|'.join(_OF_ALL)})"))
-    half = {key: line.half_bytes for key, line in lines(moved).items() if np.isfinite(line.half_bytes)}
+    moved = transfers(collectives, unsized=True).filter(is_like("op", f"^({'|'.join(_OF_ALL)})"))
+    fitted = lines(moved.drop_nulls("size_bytes")).items()
+    half = {key: line.half_bytes for key, line in fitted if np.isfinite(line.half_bytes)}
     known = pl.DataFrame(
         [(op, group, _LARGE * size) for (op, group), size in half.items()],
         {"op": WORDS["op"], "group_id": pl.Int64, "least_bytes": pl.Float64},
         orient="row",
     )
     least = pl.max_horizontal(pl.col("least_bytes").fill_null(0), pl.lit(_LARGE_BYTES))
-    large = moved.join(known, on=["op", "group_id"], how="left").filter(pl.col("size_bytes") >= least, pl.col("ns") > 0)
+    is_large = (pl.col("size_bytes") >= least).fill_null(moved["size_bytes"].null_count() == len(moved))
+    large = moved.join(known, on=["op", "group_id"], how="left").filter(is_large, pl.col("ns") > 0)
     return large.join(nodes_of_groups(collectives, ranks), on="group_id").with_columns(of=pl.col("group_id"))
 
 
@@ -310,21 +312,29 @@ def _mostly_longer(rows: pl.DataFrame, group: int, least: int) -> bool:
 
 def _slow_group(rows: pl.DataFrame, group: int, ns: float, others_ns: float) -> _Slow:
     own = rows.filter(pl.col("of") == group)
-    op, size, name = str(own["op"][0]), int(own["size_bytes"][0]), str(own["group"][0])
-    moved = bus_factor(op, int(own["group_size"][0])) * size
+    op, size, name = str(own["op"][0]), own["size_bytes"][0], str(own["group"][0])
     members, taken = tuple(own["members"][0]), own["ns"].to_numpy()
     error = float(taken.std()) / float(taken.mean()) / len(taken) ** 0.5
-    return _Slow(
-        title=text(
+    said = {"op": op, "name": name, "members": named("rank", members)}
+    if size is None:
+        title = text(
+            "{op} in group {name} ({members}) takes {times:.2g} times as long as the same ones in other groups",
+            times=ns / others_ns,
+            **said,
+        )
+    else:
+        moved = bus_factor(op, int(own["group_size"][0])) * int(size)
+        busbw, usual = (bytes_text(moved / taken_ns * 1e9) for taken_ns in (ns, others_ns))
+        title = text(
             "{op} of {size} in group {name} ({members}) runs at a bus bandwidth of {busbw}/s, in "
             "other groups at {usual}/s",
-            op=op,
-            size=bytes_text(size),
-            name=name,
-            members=named("rank", members),
-            busbw=bytes_text(moved / ns * 1e9),
-            usual=bytes_text(moved / others_ns * 1e9),
-        ),
+            **said,
+            size=bytes_text(int(size)),
+            busbw=busbw,
+            usual=usual,
+        )
+    return _Slow(
+        title=title,
         where=text("group {name}", name=name),
         advice=text(
             "Compare the links between {members} with those of the other groups: topology "

@@ -161,7 +161,7 @@ def faster_than_ring(op: str, ranks: int, line: Line, size_bytes: float) -> tupl
 
 
 @once
-def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
+def transfers(collectives: pl.DataFrame, *, unsized: bool = False) -> pl.DataFrame:
     """Each whole operation among all ranks of a group that moves bytes, with the time that these bytes took.
 
     One row per operation: instance_id, group_id, group, group_size, op, step, size_bytes, `ns`, and `alone`: no
@@ -169,6 +169,7 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
     group's earlier operations have ended; of those that are not alone it can be too short, where a backend runs several
     at once. Operations with a root are left out: the time in them is no transfer time. Where only the
     durations on the device are known, `ns` is the least of them, which begins when the stream reaches the operation.
+    Where none has a size all are given if `unsized`.
     """
     arrival = pl.coalesce("device_start_ns", "start_ns")
     by_group = ["rank", "group_id"]
@@ -179,6 +180,7 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
         *("wait_ns", "end_ns", "transfer_ns", arrival.alias("_arrival_ns")),
     )
     rows = in_order(rows, *by_group, "_arrival_ns")
+    any_size = not unsized or rows["size_bytes"].null_count() < len(rows)
     return (
         rows.with_columns(begin_ns=pl.col("_arrival_ns") + pl.col("wait_ns"), free_ns=reached_before(rows, *by_group))
         .with_columns(free_ns=pl.col("free_ns").fill_null(pl.col("begin_ns")))
@@ -189,7 +191,7 @@ def transfers(collectives: pl.DataFrame) -> pl.DataFrame:
             ns=pl.coalesce(pl.col("end_ns") - pl.max_horizontal("begin_ns", "free_ns"), "transfer_ns").min().clip(0),
             alone=((pl.col("free_ns") <= pl.col("begin_ns")) | pl.col("end_ns").is_null()).all(),
         )
-        .filter(pl.col("size_bytes") > 0)
+        .filter((pl.col("size_bytes") > 0).fill_null(not any_size))
         .sort("instance_id")
     )
 

@@ -36,13 +36,14 @@ class NodeBlocks:
         rank: int,
         part: Ints | int,
         label: Ints | int,
-        instance: Ints | int = -1,
-        cycle: Ints | int = -1,
-        launched: Ints | int = -1,
+        **known: Ints | int,
     ) -> Ints:
-        """Numbers of new nodes. They began no later than `end` - `duration`."""
+        """Numbers of new nodes. They began no later than `end` - `duration`.
+
+        `known` are `instance`, `cycle` and `launched`, where there are such.
+        """
         size = len(duration)
-        times = {"duration": duration, "end": end, "instance": instance, "cycle": cycle, "launched": launched}
+        times = {"duration": duration, "end": end, **dict.fromkeys(("instance", "cycle", "launched"), -1), **known}
         codes = {"rank": rank, "part": part, "label": label}
         for block, kind in ((times, np.int64), (codes, np.int32)):
             for name, values in block.items():

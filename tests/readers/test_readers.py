@@ -632,6 +632,21 @@ def test_exposed_communication_needs_no_ranges(tmp_path):
     assert report.findings[0].lost_fraction == pytest.approx(400 / 1500, abs=0.02)
 
 
+@pytest.mark.parametrize(("lasts_ns", "found"), [(2_500_000, True), (1_200_000, False)])
+def test_a_group_of_an_export_that_is_slower_than_another_one_is_named_though_no_size_is_known(
+    tmp_path, lasts_ns, found
+):
+    """GPUs 0 and 1 reduce in 1 ms, 2 and 3 in 2.5: of each 5 ms they wait 1.5 longer."""
+    kernels = all_reduces([((0, 1), 0)], lasts_ns=1_000_000) + all_reduces([((2, 3), 200_000)], lasts_ns=lasts_ns)
+    calls = [(begin - 10, begin - 5, process(50 + gpu) + 50 + gpu, number) for begin, _, gpu, _, number, _ in kernels]
+    report = diagnose(Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, runtime=calls)))
+    slow = [finding for finding in report.findings if finding.detector == "low_bandwidth"]
+    assert [finding.ranks for finding in slow] == ([(2, 3)] if found else [])
+    for finding in slow:
+        assert "(ranks 2,3) takes 2.5 times as long as the same ones in other groups" in finding.title
+        assert finding.lost_ns_per_step == pytest.approx(40 * 1_500_000, rel=0.02)  # the capture is the step
+
+
 def test_a_gpu_that_communicates_alone_in_an_export_has_no_group(tmp_path):
     kernels = all_reduces([((0,), 0)])
     trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels))
