@@ -93,6 +93,10 @@ def measure() -> dict[str, float]:
             500,
         ),
         "barrier": (dist.barrier, 500),
+        "a model's buffers, as DDP broadcasts them": (
+            lambda: dist._broadcast_coalesced(dist.group.WORLD, [x], 1 << 20, 0),
+            500,
+        ),
         "backward": (lambda: (parameter * x).sum().backward(), 1000),
         "optimizer step": (optimizer_step, 1000),
         "next batch of a DataLoader": (lambda: next(batches), 2000),

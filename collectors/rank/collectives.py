@@ -4,6 +4,9 @@ All ways lead through the `c10d::` operators: Python calls, DDP's reducer in C++
 DTensor, pipeline schedules, compiled graphs. A kernel at the key BackendSelect sees them, times them and passes them on
 with the interpreter's lock released. (Overriding the CPU key instead would keep the lock and deadlock.)
 
+DDP broadcasts a model's buffers before each forward by a function in C++ that waits for its operations itself. That
+call is timed as a wait, for tensors on the host.
+
 The end comes from the work's future. Operations without one (`send`, `recv`, …) end when a thread waits for them. On an
 accelerator neither says when the device is done, so the end stays empty there.
 
@@ -61,15 +64,15 @@ _MAX_AWAITED_BYTES = 64 << 20
 _library: Any = None
 _functional_library: Any = None
 _recorder: _Recorder | None = None
-_undo_wait: Callable[[], None] | None = None
+_undos: list[Callable[[], None]] = []
 _active = False
 
 clock = time.perf_counter_ns
 
 
 def start(emit: Emit) -> None:
-    """Put a kernel in front of every `c10d::` operator, and time `Work.wait` and `wait_tensor`."""
-    global _recorder, _active, _undo_wait
+    """Put a kernel in front of every `c10d::` operator, and time `Work.wait`, `wait_tensor` and what waits in C++."""
+    global _recorder, _active
     torch = sys.modules["torch"]
     native = emit.ring.native
     if _recorder is None:
@@ -82,7 +85,11 @@ def start(emit: Emit) -> None:
     elif native is not None:
         native.resume()
     _active = True
-    _undo_wait = _time_waits(emit, _recorder, torch, native)
+    _undos.append(_time_waits(emit, _recorder, torch, native))
+    distributed = sys.modules["torch.distributed"]
+    if hasattr(distributed, "_broadcast_coalesced"):
+        broadcast = _recorder.broadcast_coalesced
+        _undos.append(emit.around("collectives", distributed, "_broadcast_coalesced", broadcast))
 
 
 def _put_kernels(emit: Emit, recorder: _Recorder, torch: Foreign) -> None:
@@ -137,8 +144,8 @@ def stop() -> None:
     _active = False
     if _recorder is not None and _recorder.emit.ring.native is not None:
         _recorder.emit.ring.native.stop()
-    if _undo_wait is not None:
-        _undo_wait()
+    while _undos:
+        _undos.pop()()
 
 
 def _put_back(owner: Foreign, wrapper: Foreign, original: Foreign) -> None:
@@ -261,6 +268,7 @@ class _Recorder:
         self.awaited: dict[Any, tuple[int, int, int]] = {}
         self.awaited_outputs: dict[int, Any] = {}
         self.wait_name, self.wait_tensor_name = emit.name("Work.wait"), emit.name("wait_tensor")
+        self.broadcast_name = emit.name("broadcast_coalesced")
         self.has_device_gap = False
 
     def shape_of(self, overload: Foreign, code: int) -> _Shape:
@@ -409,6 +417,17 @@ class _Recorder:
         """Note that a thread waited for a work."""
         self.emit.region(_WAIT, self.wait_name, start_ns, end_ns)
         self.ended_by_wait(args[0], end_ns)
+
+    def broadcast_coalesced(
+        self, start_ns: int, end_ns: int, args: tuple[Any, ...], kwargs: dict[str, Any], *_: object
+    ) -> None:
+        """Note that a thread was in torch's function that broadcasts tensors and waits for that in C++.
+
+        Of tensors on a device it only enqueues the broadcasts, and waits for none.
+        """
+        tensors = args[1] if len(args) > 1 else kwargs["tensors"]
+        if tensors and tensors[0].is_cpu:
+            self.emit.region(_WAIT, self.broadcast_name, start_ns, end_ns)
 
     def ended_by_wait(self, work: Foreign, end_ns: int) -> None:
         """Write the end of an operation that has no future, and that a thread has waited for."""

@@ -160,6 +160,19 @@ def test_rank_that_sleeps_in_forward_is_named_with_what_it_costs(tmp_path):
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_that_is_late_for_the_broadcast_of_buffers_is_the_only_one_named(rank, tmp_path):
+    """Rank 0 has what DDP broadcasts before each forward: the others wait for it in C++, and then it for nobody."""
+    job = start(tmp_path, SCRIPTS / "buffers.py", rank, ranks=2).end()
+    assert job.code == 0, job.stderr
+    assert found(job) == [("slow_rank", [rank])]
+    finding = job.report["findings"][0]
+    assert finding["lost_ns_per_step"] == pytest.approx(60 * MS, rel=0.15)
+    assert finding["where"] == "before forward"
+    assert_adds_up(job)
+
+
+@pytest.mark.alone
 def test_sleeping_dataloader_is_an_input_stall_and_no_slow_rank(tmp_path):
     job = train(tmp_path, "--fault", "input", "--fault-rank", 1, "--fault-ms", 30)
     assert found(job) == [("input_stall", [1])]
