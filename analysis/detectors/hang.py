@@ -40,12 +40,12 @@ across groups spares the healthy neighbours. NCCL user guide, "RAS".
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
 
+from rankscope.analysis.metrics.desync import Done, apart
 from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import Detector
 from rankscope.analysis.text.message import joined, plural, text
@@ -65,13 +65,6 @@ detector = Detector(
 
 _SILENT_ADVICE = text("See whether the process is stopped or has ended, and whether its node can be reached.")
 _ALIVE_NS = 10_000_000_000  # a job of which an operation began or ended this short before its state was saved
-_AS_LARGE = frozenset(  # operations that need as many bytes on all ranks
-    (
-        *("allreduce", "allreduce_coalesced", "broadcast", "reduce"),
-        *("allgather", "allgather_base", "allgather_into_tensor_coalesced"),
-        *("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
-    )
-)
 _COUNTERPART = {"send": ("recv", "recv_any_source"), "recv": ("send",), "recv_any_source": ("send",)}
 
 
@@ -174,9 +167,9 @@ def _explained(state: _State) -> list[Finding]:
     """
     waits = {rank: _waits_for(state, rank) for rank in state.held}
     if state.quiet_ns is not None and state.quiet_ns < _ALIVE_NS:
-        apart = [found for ranks in _in_one_operation(state, state.held) if (found := _apart(state, waits, ranks))]
-        if apart:
-            return apart
+        unlike = [found for ranks in _in_one_operation(state, state.held) if (found := _apart(state, waits, ranks))]
+        if unlike:
+            return unlike
         raise NotResolvable(
             text(
                 "the job ran when its state was saved, {quiet} after its last operation: save it when nothing has "
@@ -357,9 +350,9 @@ def _in_one_operation(state: _State, ranks: Iterable[int]) -> list[list[int]]:
 
 def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> Finding:
     """Ranks that are in the same operation, which none of them finishes."""
-    apart = _apart(state, waits, ranks)
-    if apart is not None:
-        return apart
+    unlike = _apart(state, waits, ranks)
+    if unlike is not None:
+        return unlike
     held = state.held[ranks[0]]
     title = text("All of {ranks} are in {held}, and none finishes", ranks=named("rank", ranks), held=held)
     advice = text("Check the links and devices between these ranks: the operation was started everywhere.")
@@ -367,43 +360,10 @@ def _together(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequenc
 
 
 def _apart(state: _State, waits: Mapping[int, frozenset[int]], ranks: Sequence[int]) -> Finding | None:
-    """Ranks that do something else in the same operation than most others do; of two alike nothing says which."""
-    for said in (_op_of, _dtype_of, _size_of):
-        by_rank = {rank: said(state.held[rank]) for rank in ranks}
-        count = Counter(by_rank.values())
-        if None in count or len(count) == 1:
-            continue
-        usual, most = count.most_common(1)[0]
-        odd = [rank for rank in ranks if by_rank[rank] != usual]
-        advice = text("Look for a branch that depends on the rank, its data or its batch size.")
-        if most <= len(odd):
-            each = joined(", ", (text("rank {rank}: {does}", rank=rank, does=by_rank[rank]) for rank in ranks[:4]))
-            title = text("{subject} do not do the same in one operation: desynchronized", subject=_subject(ranks))
-            return _finding(state, waits, ranks, title, joined(" ", (each + ".", advice)))
-        title = plural(
-            "{subject} does {rarest} where the others do {usual}: desynchronized",
-            "{subject} do {rarest} where the others do {usual}: desynchronized",
-            len(odd),
-            subject=_subject(odd),
-            rarest=by_rank[odd[0]],
-            usual=usual,
-        )
-        return _finding(state, waits, odd, title, advice)
-    return None
-
-
-def _op_of(held: _Held) -> str:
-    return held.op
-
-
-def _dtype_of(held: _Held) -> str | None:
-    known = held.dtype is not None and held.dtype != "unknown" and held.op in _AS_LARGE
-    return text("{op} of {dtype}", op=held.op, dtype=held.dtype) if known else None
-
-
-def _size_of(held: _Held) -> str | None:
-    known = held.size_bytes and held.op in _AS_LARGE
-    return text("{op} of {size} bytes", op=held.op, size=f"{held.size_bytes:,}") if known else None
+    """Ranks that do something else in the same operation than most others do."""
+    held = {rank: state.held[rank] for rank in ranks}
+    found = apart({rank: Done(its.op, its.dtype, its.size_bytes) for rank, its in held.items()})
+    return None if found is None else _finding(state, waits, found.ranks, found.title, found.advice)
 
 
 def _circles(state: _State, waits: Mapping[int, frozenset[int]]) -> list[Finding]:

@@ -6,6 +6,11 @@ the communication (gloo, NCCL, a connection that was closed), and SIGTERM, SIGIN
 ends the rest. A rank that ended with exit code 0 counts where others then failed in communication. SIGKILL together
 with a kill by the kernel's OOM killer in the rank's control group is a kill for want of memory.
 
+Ranks are desynchronized where those of a group did not do the same in the operation in which the job ended: another
+operation or data type or, where the operation asks for it, another size. The transport then ends some of them. The
+ranks that differ from most are the cause, unless the first one that failed raised an exception of its own or
+ran out of memory. Sizes are compared where the group's earlier operations of the kind had the same on all ranks.
+
 **Why it costs time.** The job ends, and a restart costs the work since the last checkpoint. There is no cost per step;
 `lost_fraction` is 1.
 
@@ -23,15 +28,19 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
 
+from rankscope.analysis.metrics.desync import Apart, Done, apart
 from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import Detector
-from rankscope.analysis.text.message import text
-from rankscope.analysis.text.phrases import named
+from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.phrases import NO_ROLES, group_title, named
 from rankscope.analysis.text.units import duration
+from rankscope.analysis.timeline.rank_exits import last_operations
 from rankscope.collectors.schema import STILL_NS, STILL_STEPS
 
 __all__ = ["detect", "detector", "resolution_ns"]
@@ -48,8 +57,13 @@ _SHOWN = 8
 _Exit = dict[str, Any]  # a row of `exits`
 
 
-def detect(exits: pl.DataFrame, all_steps: pl.DataFrame | None = None) -> list[Finding]:
-    """Name the rank that failed first; nothing if none did, or if the job hung before."""
+def detect(
+    exits: pl.DataFrame,
+    all_steps: pl.DataFrame | None = None,
+    groups: pl.DataFrame | None = None,
+    all_collectives: pl.DataFrame | None = None,
+) -> list[Finding]:
+    """Name the rank that failed first, or who was desynchronized; nothing if none did, or if the job hung before."""
     rows = exits.sort("failed_ns", "rank").rows(named=True)
     failed = [row for row in rows if _has_failed(row)]
     by_others = [row for row in failed if _follows(row)]
@@ -59,7 +73,10 @@ def detect(exits: pl.DataFrame, all_steps: pl.DataFrame | None = None) -> list[F
     first = next(iter([*own, *left, *in_communication]), None)
     if first is None or (not _is_its_own(first) and _hung_before(first, all_steps)):
         return []
-    return [_finding(first, rows)]
+    finding = _finding(first, rows)
+    if _raised(first) or _is_out_of_memory(first) or groups is None or all_collectives is None:
+        return [finding]
+    return [_desynchronized(finding, last_operations(all_collectives), groups) or finding]
 
 
 def resolution_ns(exits: pl.DataFrame) -> int | None:  # noqa: ARG001 - what a detector must offer
@@ -95,8 +112,12 @@ def _is_out_of_memory(row: _Exit) -> bool:
 
 def _is_its_own(row: _Exit) -> bool:
     """Say whether a hanging job does not end so."""
-    raised = row["error"] is not None and not _follows(row)
-    return raised or _is_out_of_memory(row) or row["signal"] in _CRASHES
+    return _raised(row) or _is_out_of_memory(row) or row["signal"] in _CRASHES
+
+
+def _raised(row: _Exit) -> bool:
+    """Say whether an exception of its own ended it."""
+    return row["error"] is not None and not _follows(row)
 
 
 def _hung_before(row: _Exit, steps: pl.DataFrame | None) -> bool:
@@ -135,6 +156,39 @@ def _finding(first: _Exit, rows: list[_Exit]) -> Finding:
         confidence="confirmed",
         evidence=tuple(_evidence(row, first) for row in shown),
     )
+
+
+def _desynchronized(failed: Finding, operations: pl.DataFrame, groups: pl.DataFrame) -> Finding | None:
+    """Return the failure with its cause: the first operation in which ranks of a group did not do the same."""
+    known = groups.select("group_id", "name", "role").unique("group_id")
+    operations = operations.join(known, on="group_id", maintain_order="left")
+    for rows in operations.partition_by("group_id", "seq", maintain_order=True):
+        done = {row["rank"]: Done(row["op"], row["dtype"], row["size_bytes"]) for row in rows.iter_rows(named=True)}
+        unlike = apart(done)
+        if unlike is None:
+            continue
+        seq, name, role = rows.select("seq", "name", "role").row(0)
+        title, called = group_title(name, role), "" if role in NO_ROLES else role
+        op = rows.filter(pl.col("rank").is_in(unlike.ranks))["op"][0]
+        where = text("{op} number {seq} of {name}", op=op, seq=seq, name=called or title)
+        return replace(
+            failed,
+            title=unlike.title,
+            where=where,
+            advice=joined(" ", (failed.title + ".", unlike.advice)),
+            ranks=unlike.ranks,
+            groups=(called or name,),
+            evidence=(*_of_operation(rows, unlike), *failed.evidence),
+        )
+    return None
+
+
+def _of_operation(rows: pl.DataFrame, unlike: Apart) -> Iterator[Evidence]:
+    """Yield what ranks did, those first that differ."""
+    first = rows.sort(~pl.col("rank").is_in(unlike.ranks), "rank").head(_SHOWN)
+    for rank, start_ns in first.select("rank", "start_ns").iter_rows():
+        note = unlike.does[rank] or ""
+        yield Evidence(table="collectives", rank=rank, start_ns=start_ns, end_ns=start_ns, note=note)
 
 
 def _waits(row: _Exit, first: _Exit) -> bool:
@@ -184,5 +238,7 @@ def _evidence(row: _Exit, first: _Exit) -> Evidence:
     if row is first:
         note = text("{how} in {place}", how=how, place=row["place"]) if row["place"] else how
     else:
-        note = text("{later} later: {how}", later=duration(at_ns - first["failed_ns"]), how=how)
+        after_ns = at_ns - first["failed_ns"]
+        said = text("{later} later: {how}", later=duration(after_ns), how=how)
+        note = said if after_ns >= 0 else text("{earlier} earlier: {how}", earlier=duration(-after_ns), how=how)
     return Evidence(table="exits", rank=row["rank"], start_ns=at_ns, end_ns=at_ns, note=note)

@@ -84,6 +84,7 @@ def _judged_only(timeline: Timeline, addresses: Mapping[int, Iterable[str]]) -> 
     tables |= {"groups": timeline.groups, "progress": timeline.progress, "ras": timeline.ras, "exits": timeline.exits}
     tables |= {"kernels": timeline.kernels, "launches": timeline.launches, "memory": timeline.memory}
     tables["gpus"] = timeline.gpus
+    tables["all_collectives"] = timeline.collectives
     tables["ops"] = in_judged_steps(timeline.ops, timeline.steps)
     tables["links"] = judged_links(timeline.counters, timeline.steps, addresses)
     tables["marks"] = in_judged_steps(timeline.marks, timeline.steps)

@@ -1,11 +1,13 @@
-"""The last operation of each rank when its process ended."""
+"""The last operations of the ranks when their processes ended."""
 
 from __future__ import annotations
 
 import numpy as np
 import polars as pl
 
-__all__ = ["rank_exits"]
+from rankscope.collectors.schema import P2P_OPS
+
+__all__ = ["last_operations", "rank_exits"]
 
 
 def rank_exits(
@@ -37,3 +39,31 @@ def rank_exits(
     before = np.searchsorted(begun, rows["failed_ns"].to_numpy())
     at = [int(begun[number - 1]) if number else None for number in before]
     return rows.with_columns(pl.col("step") + 1, pl.Series("begun_ns", at, pl.Int64)).drop("_at", strict=False)
+
+
+def last_operations(collectives: pl.DataFrame) -> pl.DataFrame:
+    """(rank, group_id, seq, op, dtype, size_bytes, start_ns) of the operations with which each group ended.
+
+    They are those after the last that is whole, and those from the last that all ranks seen have begun. `size_bytes` is
+    null for operations of a kind that had not the same size on all ranks before, as of sparse tensors.
+    """
+    rows = collectives.lazy().filter(~pl.col("op").is_in(P2P_OPS))
+    whole = rows.filter(pl.col("instance_id").is_not_null())
+    begun = (
+        rows.group_by("group_id", "rank").agg(pl.col("seq").max()).group_by("group_id").agg(_all=pl.col("seq").min())
+    )
+    ended = whole.group_by("group_id").agg(_after=pl.col("seq").max() + 1)
+    last = rows.join(begun, on="group_id").join(ended, on="group_id", how="left")
+    last = last.filter(pl.col("seq") >= pl.min_horizontal("_all", "_after"))
+    earlier = whole.join(begun, on="group_id").filter(pl.col("seq") < pl.col("_all"))
+    uneven = (
+        earlier.group_by("group_id", "op", "seq")
+        .agg((pl.col("size_bytes").min() != pl.col("size_bytes").max()).alias("_uneven"))
+        .group_by("group_id", "op")
+        .agg(pl.col("_uneven").any())
+    )
+    last = last.join(uneven, on=["group_id", "op"], how="left").with_columns(
+        size_bytes=pl.when(~pl.col("_uneven").fill_null(value=False)).then("size_bytes")
+    )
+    columns = ("rank", "group_id", "seq", "op", "dtype", "size_bytes", "start_ns")
+    return last.select(columns).sort("start_ns", "rank").collect()

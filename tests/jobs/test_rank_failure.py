@@ -59,6 +59,19 @@ def test_a_rank_that_raised_failed_first_with_its_exception_and_line(tmp_path):
 
 
 @pytest.mark.real_job
+def test_a_rank_that_skipped_an_operation_is_the_cause_of_another_ones_crash(tmp_path):
+    """gloo ends a rank that gets more bytes than it expects."""
+    _, report = failing(tmp_path, "skip")
+    first = report["findings"][0]
+    assert (first["detector"], first["ranks"]) == ("rank_failure", [2])
+    assert first["title"] == (
+        "Rank 2 does allreduce of 256 bytes where the others do allreduce of 12 bytes: desynchronized"
+    )
+    assert first["where"].startswith("allreduce number ")
+    assert report["verdict"].startswith(first["title"])
+
+
+@pytest.mark.real_job
 def test_a_job_that_ends_well_has_an_exit_per_rank_and_no_failure(tmp_path):
     exits, report = failing(tmp_path, "not at all")
     assert exits["rank"].to_list() == [0, 1, 2]
@@ -80,6 +93,65 @@ def ended(rank, at_s, *, code=None, signal=None, error=None, bye=False, oom_kill
 
 def found(*rows):
     return [(f.ranks, f.title) for f in rank_failure.detect(pl.DataFrame(rows, infer_schema_length=None))]
+
+
+def operations(*sizes, seq=61, op="allreduce", start_s=45):
+    """Rows of what ranks 0, 1, … did in one operation of group 7, in which not all of them ended."""
+    kept = {"group_id": 7, "seq": seq, "dtype": "float32", "instance_id": None, "end_ns": None}
+    ops = op if isinstance(op, list) else [op] * len(sizes)
+    return [
+        {"rank": rank, "op": ops[rank], "size_bytes": size, "start_ns": start_s * S + rank} | kept
+        for rank, size in enumerate(sizes)
+    ]
+
+
+def whole(rows, instance_id):
+    return [row | {"instance_id": instance_id} for row in rows]
+
+
+def failed_with(collectives, *rows):
+    groups = pl.DataFrame({"group_id": [7], "name": ["0"], "role": ["default_pg"]})
+    exits, seen = (pl.DataFrame(made, infer_schema_length=None) for made in (rows, collectives))
+    (finding,) = rank_failure.detect(exits, None, groups, seen)
+    return finding
+
+
+def test_ranks_that_do_not_do_the_same_are_the_cause_of_an_abort():
+    aborted = ended(0, 50, signal=6, op_ended=False)
+    lost = ended(3, 49.9, code=1, bye=True, error=GLOO)
+    before = whole(operations(64, 64, 64, 64, seq=60), 3)
+    finding = failed_with([*before, *operations(12, 64, 12, 12)], aborted, lost)
+    does = "Rank 1 does allreduce of 64 bytes where the others do allreduce of 12 bytes: desynchronized"
+    assert (finding.ranks, finding.title, finding.where) == ((1,), does, "allreduce number 61 of group 0")
+    assert finding.advice.startswith("Rank 0 died first (SIGABRT) at step 41")
+    notes = [seen.note for seen in finding.evidence]
+    assert notes[:2] == ["allreduce of 64 bytes", "allreduce of 12 bytes"]
+    assert notes[4:] == ["SIGABRT in train.py:7 (main)", f"100 ms earlier: {GLOO}"]
+    finding = failed_with(operations(64, 64, 64, op=["allreduce", "allreduce", "barrier"]), aborted)
+    assert finding.title == "Rank 2 does barrier where the others do allreduce: desynchronized"
+
+
+def test_a_rank_that_went_on_after_the_operation_is_compared_too():
+    """The root of a broadcast does not wait."""
+    ahead = [row for row in operations(64, 64, 64, seq=62) if row["rank"] == 0]
+    unlike = [*operations(12, 64, 64, op="broadcast"), *ahead]
+    assert failed_with(unlike, ended(1, 50, signal=6)).ranks == (0,)
+    behind = [row for row in operations(64, 64, 64, seq=60) if row["rank"] == 2]
+    seen = [row for row in unlike if row["rank"] < 2]
+    assert failed_with([*seen, *behind], ended(1, 50, signal=6)).ranks == (0, 1), "rank 2 never came to it"
+
+
+def test_what_is_no_desync_keeps_the_rank_that_failed_first():
+    unlike = operations(12, 64, 12)
+    raised = ended(0, 50, code=1, bye=True, error="ValueError: no label")
+    assert failed_with(unlike, raised).title.startswith("Rank 0 failed first (ValueError: no label)")
+    killed = ended(0, 50, signal=9, oom_kills=1)
+    assert failed_with(unlike, killed).title.startswith("Rank 0 died first (SIGKILL, killed by the OOM killer)")
+    aborted = ended(0, 50, signal=6)
+    assert failed_with(operations(64, 64, 64), aborted).title.startswith("Rank 0 died first (SIGABRT)")
+    sparse = [*whole(operations(8, 24, 16, seq=60), 3), *unlike]
+    assert failed_with(sparse, aborted).ranks == (0,), "its sizes have always differed"
+    assert failed_with(operations(12, 64, 12, op="gather"), aborted).ranks == (0,)
 
 
 def test_a_kill_for_want_of_memory_is_named_and_who_waited():

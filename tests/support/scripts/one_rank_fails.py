@@ -1,4 +1,7 @@
-"""Trains; at step 12 the last rank ends: `kill` (by SIGKILL), `raise`, or `leave` (exit code 0)."""
+"""Trains; at step 12 the last rank ends: `kill` (by SIGKILL), `raise`, or `leave` (exit code 0).
+
+With `skip` it lives, but skips an operation there.
+"""
 
 import os
 import signal
@@ -22,6 +25,8 @@ for step in range(STEPS):
             raise ValueError("no label for sample 7\nsecond line")
         if sys.argv[1] == "leave":
             sys.exit(0)
+    elif step == FAILS and sys.argv[1] == "skip":
+        dist.all_reduce(torch.zeros(3))
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     optimizer.step()
