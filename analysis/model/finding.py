@@ -475,7 +475,7 @@ class Clock:
     drift_ppm: float
     at_ns: int = 0  # where on the node's own clock the offset holds
     error_ns: int | None  # None: unknown, cross-node times are not to be trusted
-    source: str  # "reference" | "pings" | "causality" | "unix time" | "none"
+    source: str  # "reference" | "pings" | "causality" | "ends" | "unix time" | "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
