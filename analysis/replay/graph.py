@@ -54,7 +54,9 @@ class Nodes:
     instance: NDArray[np.integer]  # `instance_id` of the collective that the node belongs to, -1: none
     start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
     end_ns: Ints
-    launched_ns: Ints | None = None  # when the host called what a device did; -1: done by the host. None: no devices
+    ahead_ns: Shorts | None = (
+        None  # how long before its start it was launched, on a device; -1: by a host. None: no devices
+    )
     parts: tuple[str, ...]
     labels: tuple[str, ...]
     origin_ns: int
@@ -154,9 +156,10 @@ def operations_before(graph: Graph) -> Shorts:
     Of what a device did: when it was launched, since a device computes on while an operation is in flight.
     """
     section = _operations_before(graph, graph.start_ns)
-    if graph.launched_ns is None:
+    if graph.ahead_ns is None:
         return section
-    return np.where(graph.launched_ns < 0, section, _operations_before(graph, graph.launched_ns))
+    launched = _operations_before(graph, graph.start_ns - np.maximum(graph.ahead_ns, 0))
+    return np.where(graph.ahead_ns < 0, section, launched)
 
 
 def _operations_before(graph: Graph, called_ns: Ints) -> Shorts:
@@ -214,7 +217,7 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
         instance=np.ascontiguousarray(nodes.instance[order], dtype=np.int64),
         start_ns=nodes.start_ns[order],
         end_ns=nodes.end_ns[order],
-        launched_ns=None if nodes.launched_ns is None else nodes.launched_ns[order],
+        ahead_ns=None if nodes.ahead_ns is None else nodes.ahead_ns[order],
         parts=nodes.parts,
         labels=nodes.labels,
         origin_ns=nodes.origin_ns,

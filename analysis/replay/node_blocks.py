@@ -17,6 +17,8 @@ __all__ = ["NodeBlocks"]
 Ints = NDArray[np.signedinteger[Any]]  # times take 8 bytes, codes and numbers of nodes 4
 Shorts = NDArray[np.int32]
 
+_MOST_AHEAD = np.iinfo(np.int32).max
+
 
 @dataclass(slots=True)
 class NodeBlocks:
@@ -43,8 +45,9 @@ class NodeBlocks:
         `known` are `instance`, `cycle` and `launched`, where there are such.
         """
         size = len(duration)
-        times = {"duration": duration, "end": end, **dict.fromkeys(("instance", "cycle", "launched"), -1), **known}
-        codes = {"rank": rank, "part": part, "label": label}
+        times = {"duration": duration, "end": end} | {name: known.get(name, -1) for name in ("instance", "cycle")}
+        ahead = np.clip(end - duration - known["launched"], 0, _MOST_AHEAD) if "launched" in known else -1
+        codes = {"rank": rank, "part": part, "label": label, "ahead": ahead}
         for block, kind in ((times, np.int64), (codes, np.int32)):
             for name, values in block.items():
                 self.columns.setdefault(name, []).append(np.broadcast_to(np.asarray(values, kind), (size,)))
@@ -72,7 +75,7 @@ class NodeBlocks:
             instance=rows.pop("instance"),
             start_ns=start,
             end_ns=rows.pop("end"),
-            launched_ns=rows.pop("launched"),
+            ahead_ns=rows.pop("ahead"),
             parts=parts,
             labels=labels,
             origin_ns=self.origin_ns,

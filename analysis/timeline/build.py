@@ -287,7 +287,8 @@ def _find_steps(source: _Source, matched: _Matched, ranks: pl.DataFrame, ops: pl
         steps = steps.filter(pl.col("step") >= stretch.first)
     steps = judge(steps, regions, stretch.warmup if stretch else None, of_capture=is_capture)
     steps, of_lost = set_lost_aside(steps, hosts, matched.kernels, matched.launches)
-    steps = set_profiled_aside(set_cut_aside(steps, matched.kernels), source.read("windows"))
+    steps = set_cut_aside(steps, matched.kernels) if is_capture else steps
+    steps = set_profiled_aside(steps, source.read("windows"))
     if len(ops):
         steps, incomparable = steps_of_ops(ops), []
     why_none = source.trace.reader.cannot().get("steps", _NO_STEPS)
