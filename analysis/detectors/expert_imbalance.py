@@ -9,14 +9,23 @@ with the bytes that the group's stretches show together: added up over the step,
 longest before and after. Reported above `min_fraction` of the step. Of fewer than five steps the all-to-alls are the
 samples. It is
 persistent where the same ranks get more all the time (at least `persistence` of the imbalance stays when each rank's
-bytes are averaged over the steps): these are named. Else all ranks of the group are.
+bytes are averaged over the steps): these are named. Else all ranks of the group are. What is computed after the last
+all-to-all of a step counts until the rank's next collective.
+
+Where bytes show nothing, because they were not recorded or are padded, the compute does: of the all-to-alls of a group
+in a step, without tiny ones, experts compute after the first, the third, and so on, forward and backward. A slow rank
+that computes longer there than the rest of its group, in nearly every step and clear of scatter, has popular experts if
+all of them compute as long elsewhere: the share by which any of them differs there is at most a quarter of that. It
+costs what the slow rank costs, as far as this explains it. Where an export does not name operations, those of more than
+two ranks are taken for all-to-alls.
 
 **Why it costs time.** The tokens can only go back when every expert has done with its own, so a layer takes as long as
 its most popular expert. No machine is at fault, though the rank looks slow.
 
 **False positives.** All-to-alls that carry something else of uneven size, such as embeddings spread over ranks by
 table: the finding holds for these too. With a capacity per expert and padding every rank receives the same: nothing
-uneven is to be seen, and nothing is wasted but padding, which this does not see.
+uneven is to be seen, and nothing is wasted but padding, which this does not see. Kernels that only experts use, and
+that are slow on one GPU, look like popular experts where bytes show nothing.
 
 **What to try.** Persistent: place experts so that each rank has popular and unpopular ones, replicate the popular ones.
 Changing: a load-balancing loss or bias in the router, larger micro-batches, a capacity factor.
@@ -27,15 +36,17 @@ and replicated experts. Thresholds are ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, price
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, estimate, estimate_of_operations
-from rankscope.analysis.model.finding import Evidence, Finding
+from rankscope.analysis.detectors import ENOUGH_STEPS, as_cause, judged_grid, longest_rows, price
+from rankscope.analysis.metrics.expert_compute import ExpertCompute, expert_compute, until_next
+from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, estimate_of_operations
+from rankscope.analysis.model.finding import Evidence, Finding, NotChecked
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import named
@@ -98,6 +109,8 @@ class _Group:
 def detect(
     breakdown: pl.DataFrame,
     collectives: pl.DataFrame,
+    phases: pl.DataFrame | None = None,
+    slow_rank: Sequence[Finding] | NotChecked = (),
     *,
     min_fraction: float = 0.03,
     min_uneven: float = 0.10,
@@ -105,10 +118,29 @@ def detect(
     min_operations: int = 5,
     persistence: float = 0.6,
 ) -> list[Finding]:
-    """Experts that make the job wait, as one finding; groups in which that is so are named."""
+    """Experts that make the job wait: one finding by bytes, else the cause of each slow rank that these make slow."""
     grid = judged_grid(breakdown, 1)
-    every = _groups(collectives, grid.steps, min_uneven)
-    groups = [g for g in every if g.correlation >= min_correlation and g.uneven >= min_operations]
+    try:
+        groups = _groups(collectives, grid.steps, min_uneven)
+    except NotResolvable:
+        found = _by_compute(grid, collectives, phases, slow_rank, min_fraction)
+        if not found:
+            raise
+        return found
+    guilty = [g for g in groups if g.correlation >= min_correlation and g.uneven >= min_operations]
+    by_bytes = _by_bytes(grid, collectives, groups, guilty, min_fraction, persistence)
+    return by_bytes or _by_compute(grid, collectives, phases, slow_rank, min_fraction)
+
+
+def _by_bytes(
+    grid: StepGrid,
+    collectives: pl.DataFrame,
+    every: list[_Group],
+    groups: list[_Group],
+    min_fraction: float,
+    persistence: float,
+) -> list[Finding]:
+    """Return the finding of `groups` of which some ranks receive more bytes; those that cost most are named."""
     if not groups:
         return []
     lost = _lost(every)
@@ -142,6 +174,54 @@ def detect(
     ]
 
 
+def _by_compute(
+    grid: StepGrid,
+    collectives: pl.DataFrame,
+    phases: pl.DataFrame | None,
+    slow_rank: Sequence[Finding] | NotChecked,
+    min_fraction: float,
+) -> list[Finding]:
+    """Return the causes of slow ranks that compute longer than the rest of their group for experts, and for no more."""
+    if phases is None or isinstance(slow_rank, NotChecked) or not slow_rank:
+        return []
+    groups = expert_compute(phases, collectives, grid.steps)
+    found = []
+    for slow in slow_rank:
+        hot = {
+            rank: (ns, group)
+            for rank in slow.ranks
+            for group in groups
+            if rank in group.ranks and (ns := group.longer(rank, slow.ranks))
+        }
+        if len(hot) < len(slow.ranks) or not hot:
+            continue
+        longer_ns = sum(ns for ns, _ in hot.values()) / len(hot)
+        share = min(1.0, longer_ns / slow.lost_ns_per_step)
+        if share * slow.lost_fraction >= min_fraction:
+            found.append(_hot(slow, share, longer_ns, [group for _, group in hot.values()]))
+    return found
+
+
+def _hot(slow: Finding, share: float, longer_ns: float, groups: list[ExpertCompute]) -> Finding:
+    windows = pl.concat([group.windows for group in groups]).filter(pl.col("rank").is_in(slow.ranks))
+    cause = as_cause(
+        slow,
+        share,
+        detector="expert_imbalance",
+        title=plural(
+            "{ranks} computes {longer} longer per step than its peers, but only between all-to-alls (experts)",
+            "{ranks} compute {longer} longer per step than their peers, but only between all-to-alls (experts)",
+            len(slow.ranks),
+            ranks=named("Rank", slow.ranks),
+            longer=duration(longer_ns),
+        ),
+        where=text("between all-to-alls"),
+        advice=_COUNT,
+        evidence=longest_rows(windows, "collectives"),
+    )
+    return replace(cause, groups=tuple(dict.fromkeys(group.name for group in groups)))
+
+
 def resolution_ns(
     breakdown: pl.DataFrame,
     collectives: pl.DataFrame,
@@ -159,6 +239,10 @@ def resolution_ns(
 _NOT_ALL = text("all-to-alls were not recorded on all ranks of their group")
 _STAYS = text(
     "Place popular and unpopular experts on the same rank, or replicate the popular ones; see the router's bias."
+)
+_COUNT = text(
+    "Count the tokens of each expert. Place popular and unpopular experts on the same rank, or replicate the popular "
+    "ones; see the router's bias."
 )
 _CHANGES = text("Balance the router (auxiliary loss or bias), use larger micro-batches, or a capacity factor.")
 
@@ -200,19 +284,15 @@ def _partial(collectives: pl.DataFrame) -> list[str]:
 def _stretches(collectives: pl.DataFrame) -> pl.DataFrame:
     """group, rank, step, place, received_bytes, own_ns: from each all-to-all's end to the rank's next one in the step.
 
-    `place` counts a group's all-to-alls in a step.
+    After the last one it is to the rank's next collective. `place` counts a group's all-to-alls in a step.
     """
-    begin = pl.coalesce("device_start_ns", "start_ns")
     rows = collectives.filter(pl.col("op").is_in(ALL_TO_ALL_OPS), pl.col("received_bytes").is_not_null())
-    of_rank = ["group", "rank", "step"]
+    place = pl.col("seq") - pl.col("seq").min().over("group", "step")
+    own_ns = (pl.col("next_ns") - pl.col("end_ns")).clip(0)
     return (
-        rows.sort("group", "rank", "seq")
-        .with_columns(
-            (begin.shift(-1).over(of_rank) - pl.col("end_ns")).alias("own_ns"),
-            (pl.col("seq") - pl.col("seq").min().over("group", "step")).alias("place"),
-        )
-        .drop_nulls("own_ns")
-        .select("group", "rank", "step", "place", "received_bytes", pl.col("own_ns").clip(0))
+        until_next(rows.with_columns(place=place), collectives)
+        .drop_nulls("next_ns")
+        .select("group", "rank", "step", "place", "received_bytes", own_ns=own_ns)
     )
 
 

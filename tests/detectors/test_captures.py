@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import polars as pl
@@ -55,9 +56,15 @@ def test_all_ranks_of_a_capture_can_be_read_and_their_operations_matched(paralle
     assert len(steps) == 2 * capture.job.ranks
 
 
-@pytest.mark.parametrize("kind", ["slow_rank", "slow_node", "host_sync", "memory_pressure", "input_stall"])
-@pytest.mark.parametrize("seed", [0, 1], ids=["a file for each host", "a file for each rank"])
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *product(["slow_rank", "slow_node", "host_sync", "memory_pressure", "input_stall"], [0, 1]),
+        *[("expert_imbalance", 0), ("expert_imbalance", 5)],
+    ],
+)
 def test_a_fault_is_found_in_exports_of_nsight_too(kind, seed, tmp_path):
+    """Even seeds have a file for each host, odd ones a file for each rank."""
     capture = simulated(Case(kind, "loud", 3, seed, "tuning"))
     said = [told(finding) for finding in roots(rankscope.diagnose(rankscope.open(write_nsight(capture, tmp_path))))]
     assert is_right(said[0], capture.truth, capture)

@@ -16,6 +16,7 @@ from rankscope.analysis.detectors import expert_imbalance
 from rankscope.errors import NotResolvable
 from record import write
 from simulate import Job, healthy_resources, run
+from support import kineto
 from support.paths import SCRIPTS
 
 MS, STEPS = 1_000_000, 20
@@ -75,6 +76,17 @@ def test_where_now_one_now_another_receives_more_all_ranks_are_named():
     assert "now one rank, now another receives 3.2 × the mean" in finding.title
 
 
+def test_what_follows_the_last_all_to_all_counts_until_the_next_collective():
+    """Without the one back: 18 of 26 ms are lost before a reduction instead."""
+    breakdown, collectives = tables(lambda _: [1, 1, 13, 1])
+    is_back = pl.col("seq") % 2 == 1
+    op = pl.when(is_back).then(pl.lit("allreduce")).otherwise("op")
+    received = pl.when(~is_back).then("received_bytes")
+    (finding,) = expert_imbalance.detect(breakdown, collectives.with_columns(op=op, received_bytes=received))
+    assert finding.ranks == (2,)
+    assert finding.lost_ns_per_step == pytest.approx(18 * MS, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "job",
     [
@@ -125,6 +137,66 @@ def test_a_slow_rank_among_even_experts_stays_a_slow_rank(tmp_path):
     can.slowness = can.slowness * np.where(np.arange(8) == 3, 1.4, 1.0)
     (finding,) = rankscope.diagnose(rankscope.open(write(run(job, can), tmp_path / "run"))).findings
     assert (finding.detector, finding.ranks) == ("slow_rank", (3,))
+
+
+def capture(folder, *, steps=3, sized=True, **longer):
+    """Four ranks; a step is four times attention of 2 ms and experts of 3 ms, then a reduction and the optimizer, 1 ms.
+
+    An all-to-all of 0.1 ms takes tokens to the experts, another one back. `longer`: ms that rank 2 takes longer.
+    """
+    to_all = kineto.meta("all_to_allv", elements=1 << 20, ranks="[0, 1, 2, 3]")
+    if not sized:
+        del to_all["In msg nelems"], to_all["Out msg nelems"]
+    reduction = kineto.meta(ranks="[0, 1, 2, 3]")
+    layer = [("attention", 2, "SendRecv", to_all), ("experts", 3, "SendRecv", to_all)]
+    work = [*layer * 4, ("last", 0.1, "AllReduce", reduction), ("optimizer", 1, "", {})]
+    files, at = {rank: [] for rank in range(4)}, 1_000
+    for number in range(steps):
+        begin = at
+        for n, (name, ms, collective, words) in enumerate(work, 100 * (number + 1)):
+            slowest = at + 1000 * (ms + longer.get(name, 0))
+            for rank, events in files.items():
+                own = 1000 * (ms + longer.get(name, 0) * (rank == 2))
+                events += [kineto.launch(begin, 1, 2 * n), kineto.kernel(name, at, own, 2 * n, device=rank)]
+                if collective:
+                    seen = {"device": rank, "stream": 20, **words, "Seq": n}
+                    took = slowest + 100 - at - own
+                    events += [
+                        kineto.launch(begin, 1, 2 * n + 1),
+                        kineto.kernel(f"ncclDevKernel_{collective}", at + own, took, 2 * n + 1, **seen),
+                    ]
+            at = slowest + 100 * bool(collective)
+        for events in files.values():
+            events.append(kineto.step(number, begin, at - begin))
+    for rank, events in files.items():
+        kineto.write(folder / f"rank{rank}.json", events, distributedInfo={"rank": rank, "world_size": 4})
+    return folder
+
+
+@pytest.mark.parametrize(("steps", "sized"), [(3, True), (3, False), (1, False)])
+def test_a_rank_that_is_slow_between_all_to_alls_only_has_popular_experts(steps, sized, tmp_path):
+    """3 ms longer for each of four layers, of which the bytes, padded or not recorded, show nothing."""
+    report = rankscope.diagnose(rankscope.open(capture(tmp_path, experts=3, steps=steps, sized=sized)))
+    found = [(one.detector, one.ranks, one.caused_by) for one in report.findings]
+    assert found == [("expert_imbalance", (2,), None), ("slow_rank", (2,), "expert_imbalance")]
+    root = report.findings[0]
+    assert root.title.startswith("Rank 2 computes 12.0 ms longer per step than its peers, but only between all-to-alls")
+    assert root.lost_ns_per_step == pytest.approx(12 * MS, rel=0.02)
+    assert root.evidence[0].note == "longest: 6.00 ms"
+
+
+@pytest.mark.parametrize(
+    "longer",
+    [
+        {"attention": 1, "experts": 1.5, "last": 0.05, "optimizer": 0.5},
+        {"attention": 3},
+        {"attention": 0.5, "experts": 1.5},
+    ],
+    ids=["all that it computes", "what its data need", "experts, and attention by less"],
+)
+def test_a_rank_that_is_slow_elsewhere_too_stays_a_slow_rank(longer, tmp_path):
+    report = rankscope.diagnose(rankscope.open(capture(tmp_path, **longer)))
+    assert [(one.detector, one.ranks) for one in report.findings] == [("slow_rank", (2,))]
 
 
 @pytest.mark.alone
