@@ -12,8 +12,8 @@ p ranks takes 2(p - 1) α for an all-reduce. One operation with all the bytes pa
 
 **False positives.** What looks independent may not be: a loop that decides by each result whether to go on. Operations
 of tensor parallelism follow each other with computation in between and do not count. Where all operations have about
-the same size, latency cannot be distinguished from bandwidth: not checked, except below 1 kB, which is latency on every
-network.
+the same size, or their times fit no line, latency cannot be distinguished from bandwidth: not checked, except up to
+1 kB, which is latency on every network, whatever the line says.
 
 **What to try.** One flat buffer for many tensors; DistributedDataParallel instead of a loop over parameters, or a
 larger `bucket_cap_mb` (25 by default); scalars of metrics stacked into one tensor, every n steps.
@@ -107,16 +107,17 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05) -> int
 def _small_sizes(collectives: pl.DataFrame) -> pl.DataFrame:
     """By (op, group_id): latency and ns per byte (at the most), and up to which size an operation is small."""
     moved = transfers(collectives)
-    largest = moved.group_by("op", "group_id").agg(pl.col("size_bytes").max(), pl.col("ns").filter("alone").median())
+    of_tiny = pl.col("ns").filter(pl.col("alone") & (pl.col("size_bytes") <= _TINY_BYTES)).median()
     fitted = lines(moved)
     rows = []
-    for op, group, size, usual in largest.iter_rows():
+    for op, group, size, usual in moved.group_by("op", "group_id").agg(pl.col("size_bytes").max(), of_tiny).iter_rows():
         line = fitted.get((op, group))
         if line is not None and _trusted(line):
             steepest = line.ns_per_byte + 2 * line.rate_error_ns_per_byte
-            rows.append((op, group, line.latency_ns, steepest, min(_BOUND_BY_LATENCY * line.half_bytes, size)))
-        elif size <= _TINY_BYTES and usual is not None:
-            rows.append((op, group, usual, usual / _FUSED_TINY_BYTES, size))
+            small = max(_BOUND_BY_LATENCY * line.half_bytes, _TINY_BYTES)
+            rows.append((op, group, line.latency_ns, steepest, min(small, size)))
+        elif usual is not None:
+            rows.append((op, group, usual, usual / _FUSED_TINY_BYTES, min(_TINY_BYTES, size)))
     columns: dict[str, Any] = {
         "op": WORDS["op"],
         "group_id": pl.Int64,

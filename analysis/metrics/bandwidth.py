@@ -72,8 +72,8 @@ class Cost:
 class Line:
     """A collective's time as `latency_ns` + `ns_per_byte` × size, from `sizes` different sizes.
 
-    `latency_error_ns` and `rate_error_ns_per_byte` are standard errors; `error` is the median distance of a size's
-    median from the line, as a share.
+    `latency_error_ns` and `rate_error_ns_per_byte` are standard errors; `error` is the distance of a size's median from
+    the line, as a share, in the median over the operations.
     """
 
     latency_ns: float
@@ -226,8 +226,8 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
     if len(size) < 2 or size[-1] < _SIZES_DIFFER * size[0]:
         return None
     # The standard error of a median is 1.2533 times that of the mean.
-    scatter = np.array([robust_deviation(ns[at]) for at in bins])
-    known_to = np.maximum(1.2533 * scatter / np.sqrt([at.sum() for at in bins]), np.maximum(_MODEL_ERROR * usual, 1.0))
+    scatter, count = np.array([robust_deviation(ns[at]) for at in bins]), np.array([at.sum() for at in bins])
+    known_to = np.maximum(1.2533 * scatter / np.sqrt(count), np.maximum(_MODEL_ERROR * usual, 1.0))
     weighted = np.stack([1 / known_to, size / known_to], axis=1)
     covariance = np.linalg.inv(weighted.T @ weighted)
     latency, rate = covariance @ weighted.T @ (usual / known_to)
@@ -241,7 +241,7 @@ def fit_line(size_bytes: Floats, ns: Floats) -> Line | None:
         ns_per_byte=float(rate),
         latency_error_ns=float(covariance[0, 0] ** 0.5),
         rate_error_ns_per_byte=float(covariance[1, 1] ** 0.5),
-        error=float(np.median(off)),
+        error=float(np.median(np.repeat(off, count))),
         sizes=len(size),
     )
 

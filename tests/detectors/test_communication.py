@@ -146,6 +146,35 @@ def test_reducing_each_small_parameter_alone_costs_its_latency():
     assert [row.rank for row in finding.evidence] == [0, 1, 2, 3]
 
 
+def test_one_tiny_operation_does_not_hide_that_small_ones_take_their_latency():
+    """96 of 96 bytes take 4.2 ms each, one of 4 bytes 0.5 ms, so that no line fits: 399 ms of 516 are saved."""
+    job = Job(4, groups=WORLD)
+    for _ in range(STEPS):
+        job.work("forward", 2 * MS)
+        job.work("backward", 2 * MS)
+        for size, ns in [(4, 0.5 * MS), *[(96, 4.2 * MS)] * 96, *[(2304, 4.2 * MS)] * 24]:
+            job.reduce(["0"], size, ns)
+            job.work(None, 20 * US)
+        job.work("optimizer", 5 * MS)
+    (finding,) = of(job.report(), "small_messages")
+    assert finding.title == "97 small allreduce per step, together 9.22 kB, take 4.20 ms each, most of it latency"
+    assert finding.lost_ns_per_step == pytest.approx(0.5 * MS + 96 * 4.2 * MS - 4.8 * MS, rel=0.02)
+
+
+def test_up_to_a_kilobyte_is_latency_whatever_the_line_says():
+    """n½ is 1 kB by 300 µs and 0.3 µs a byte; 60 of 500 bytes take 450 µs each, together 300 µs + 60 × 150 µs."""
+    job = Job(4, groups=WORLD)
+    for _ in range(STEPS):
+        job.work("forward", 20 * MS)
+        job.work("backward", 20 * MS)
+        for size in [500] * 60 + [5 * KB] * 10:
+            job.reduce(["0"], size, 300 * US + 0.3 * US * size)
+            job.work(None, 20 * US)
+        job.work("optimizer", 5 * MS)
+    (finding,) = of(job.report(), "small_messages")
+    assert finding.lost_ns_per_step == pytest.approx(60 * 450 * US - 9.3 * MS, rel=0.1)
+
+
 def test_few_small_operations_are_healthy():
     assert "small_messages" in healthy(loop_over_parameters(6))
 
