@@ -207,14 +207,14 @@ def price(grid: StepGrid, lost: Estimate, gain_ns: float | None = None) -> Price
 
     Shares are of the mean step. Severity is high from 10 % of it, medium from 5 %.
     """
-    fraction = lost.ns / grid.step_ns
+    fraction = float(lost.ns / grid.step_ns)  # a number of NumPy is nothing that JSON has
     return Price(
         severity=severity(fraction),
         lost_ns_per_step=round(lost.ns),
         lost_ns_total=round(lost.ns * len(grid.steps)),
         lost_fraction=fraction,
         uncertainty_ns=round(lost.half_width_ns),
-        gain_fraction=None if gain_ns is None else min(max(gain_ns, 0.0), lost.ns) / grid.step_ns,
+        gain_fraction=None if gain_ns is None else float(min(max(gain_ns, 0.0), lost.ns) / grid.step_ns),
     )
 
 

@@ -62,6 +62,16 @@ def test_a_kept_hang_says_what_it_said(tmp_path, no_tables):
     assert [finding.title for finding in report_of(folder).findings] == [first.findings[0].title]
 
 
+def test_a_change_of_all_ranks_is_kept_and_shown_as_json(tmp_path):
+    can = healthy_resources(job := Job(parallel="ddp", ranks=4, steps=60, seed=3, compute_ns=90e6))
+    can.slowness[30:] *= 1.3
+    folder = write(run(job, can), tmp_path / "changed")
+    for node in folder.glob("run/node=*.json"):
+        node.write_text(json.dumps(json.loads(node.read_text()) | {"state": "closed"}))
+    (finding,) = json.loads(json_form.render(report_of(folder)))["findings"]
+    assert (finding["detector"], (folder / KEPT).exists()) == ("step_change", True)
+
+
 @pytest.mark.parametrize(
     "shown",
     [
