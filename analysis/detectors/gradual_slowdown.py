@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, price
+from rankscope.analysis.detectors import judged_grid, price, visible
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, gain_ns
 from rankscope.analysis.metrics.trend import Trend, follows_line, longest_stretch, trend
 from rankscope.analysis.model.finding import Evidence, Finding
@@ -148,7 +148,7 @@ def resolution_ns(
     """Return the smallest cost per step of a drift that would have been reported."""
     grid = judged_grid(breakdown, min_steps)
     scatter = _lost(grid, trend(_job(grid).lengths), _first(all_steps)).half_width_ns
-    return round(max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
+    return visible(grid, max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
 
 
 _ADVICE = {

@@ -13,6 +13,7 @@ from rankscope.analysis.detectors import gradual_slowdown, step_change
 from rankscope.errors import NotResolvable
 from record import write
 from simulate import Job, healthy_resources, run
+from support import by_hand
 
 MS = 1_000_000
 
@@ -146,6 +147,13 @@ def test_short_run_is_not_judged():
     breakdown, steps = tables({"compute": lambda *_: 90})
     with pytest.raises(NotResolvable, match="20 analyzed steps, at least 30 are needed"):
         gradual_slowdown.detect(breakdown.filter(pl.col("step") < 20), steps)
+
+
+def test_lengths_that_would_hide_a_drift_of_half_the_step_leave_it_unchecked():
+    """Every other step takes 2 s, the others 0.1 s: no drift that a job can have would stand out."""
+    report = rankscope.diagnose(by_hand.run({0: [20, 1900], 1: [20, 1900]}, steps=60))
+    assert "gradual_slowdown" not in {healthy.detector for healthy in report.healthy}
+    assert by_hand.not_checked(report)["gradual_slowdown"].startswith("in 58 analyzed steps nothing below ")
 
 
 @pytest.mark.parametrize("slower", [[], [5], list(range(8))], ids=["healthy", "one rank", "all ranks"])
