@@ -156,13 +156,13 @@ def _brings(fixes: Sequence[str], run: Replay) -> dict[str, tuple[float, float]]
 
     Empty where they cannot be replayed.
     """
+    every = together(fixes)
+    rest = {fix: together([other for other in fixes if other != fix]) for fix in fixes}
     try:
-        whole = run.gain(*together(fixes))
-        rest = {fix: together([other for other in fixes if other != fix]) for fix in fixes}
-        others_ns = {fix: run.gain(*others).gain_ns if others else 0.0 for fix, others in rest.items()}
+        gains = {fix: run.gain(*every, beyond=tuple(others)) for fix, others in rest.items()}
     except BadFix:
         return {}
-    return {fix: (whole.gain_ns - others_ns[fix], whole.uncertainty_ns) for fix in fixes}
+    return {fix: (gain.gain_ns, gain.uncertainty_ns) for fix, gain in gains.items()}
 
 
 def _bounded(findings: Sequence[Finding], one: Finding, gain_ns: float, uncertainty_ns: float) -> list[Finding]:

@@ -44,8 +44,8 @@ class Replay(Protocol):
         """Return the "node" or "stage" of each rank, or all stages that it has; its own number for "rank"."""
         ...
 
-    def gain(self, *fixes: str) -> Gain:
-        """Return the gain of these fixes together. Raises `BadFix`."""
+    def gain(self, *fixes: str, beyond: tuple[str, ...] = ()) -> Gain:
+        """Return the gain of these fixes together, or what they gain beyond other ones. Raises `BadFix`."""
         ...
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -95,17 +95,19 @@ class Rerun:
         places = {"rank": {rank: rank for rank in self.nodes}, "node": self.nodes, "stage": self.stages}
         return {rank: (place,) for rank, place in places.get(kind, {}).items()}
 
-    def gain(self, *fixes: str) -> Gain:
-        """Return the gain of these fixes together. Raises `BadFix`."""
-        saved_ns = self._saved(fixes)
+    def gain(self, *fixes: str, beyond: tuple[str, ...] = ()) -> Gain:
+        """Return the gain of these fixes together, or what they gain beyond other ones. Raises `BadFix`."""
+        saved_ns = self._saved(fixes) - self._saved(beyond)
         gain = _gain(fixes, self.step_ns, saved_ns, self.fidelity)
         if not any(self._pieces(Fix.parse(fix)) for fix in fixes):
             return gain
-        least_ns = self._saved(fixes, at_end=True)
+        least_ns = self._saved(fixes, at_end=True) - self._saved(beyond, at_end=True)
         return replace(gain, uncertainty_ns=gain.uncertainty_ns + abs(float((saved_ns - least_ns).mean())) / 2)
 
     def _saved(self, fixes: tuple[str, ...], *, at_end: bool = False) -> Floats:
         """Return the gain in each step; `at_end`: the gradients of a bucket are all ready when its last is."""
+        if not fixes:
+            return np.zeros(1)
         known = self._known_gains.get((fixes, at_end))
         if known is None:
             known = self._known_gains[fixes, at_end] = self._replayed_gain(fixes, at_end=at_end)
@@ -477,8 +479,12 @@ class PipelineRerun:
     def step_ns(self) -> float:
         return float(self.grid.measured_ns.mean())
 
-    def gain(self, *fixes: str) -> Gain:
-        """Return the gain of these fixes together. Raises `BadFix`."""
+    def gain(self, *fixes: str, beyond: tuple[str, ...] = ()) -> Gain:
+        """Return the gain of these fixes together, or what they gain beyond other ones. Raises `BadFix`."""
+        return _gain(fixes, self.step_ns, self._ends(beyond) - self._ends(fixes), self.fidelity)
+
+    def _ends(self, fixes: tuple[str, ...]) -> Floats:
+        """Return when each step ends with these fixes."""
         duration = self.whatif.actual_ns
         for fix in fixes:
             fixed = self._fixed(Fix.parse(fix), duration)
@@ -486,8 +492,7 @@ class PipelineRerun:
                 why = "only a pipeline's operations were recorded, and it changes none of them"
                 raise refused(Fix.parse(fix), why, self.possible())
             duration = fixed
-        saved = ends(self.grid.plan, self.whatif.actual_ns) - ends(self.grid.plan, duration)
-        return _gain(fixes, self.step_ns, saved, self.fidelity)
+        return ends(self.grid.plan, duration)
 
     def possible(self, without: tuple[str, ...] = ()) -> tuple[str, ...]:  # noqa: ARG002 (none needs a replay)
         ranks = np.unique(self.grid.ranks)

@@ -176,6 +176,16 @@ def test_of_two_slow_ranks_each_costs_what_it_does_when_the_other_is_fixed(tmp_p
             assert finding.lost_ns_per_step == pytest.approx(alone_ns, rel=0.1)
 
 
+def test_the_error_of_a_cost_beside_another_rank_is_not_that_of_both(tmp_path):
+    """Rank 0 is always as slow; rank 9 by none to four times: what it costs varies by more than rank 0 costs."""
+    can = healthy_resources(job := replace(JOB, parallel="pp-1f1b", steps=44))
+    can.slowness[:, 0] *= 1.5
+    can.slowness[:, 9] *= np.random.default_rng(0).uniform(1, 4, 44)
+    report = rankscope.diagnose(rankscope.open(write(run(job, can), tmp_path / "run")))
+    finding = next(finding for finding in report.findings if finding.ranks == (0,))
+    assert finding.uncertainty_ns < 0.1 * finding.lost_ns_per_step
+
+
 def test_two_faults_of_which_each_hides_the_other_are_found_with_what_both_fixes_bring(tmp_path):
     """Rank 45 is slow and rank 27 waits for its batch, for about as long: fixing one alone brings hardly anything."""
     log, truths = simulated(Case("slow_rank+input_stall", "two", 13))
