@@ -25,12 +25,14 @@ when every step ends in a collective. Thresholds are ours.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate, over_occurrences
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, estimate, over_occurrences
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import text
@@ -74,8 +76,8 @@ def _found(
 ) -> list[Finding]:
     longest = collecting.max(axis=0)
     shows = longest > longest.mean() / 2
-    # The collections themselves bound the error of their mean: one in five steps is as certain as one in each.
-    lost = Estimate(float(longest.mean()), over_occurrences(longest, shows).half_width_ns)
+    # The collections themselves show whether it is clear: one in five steps is as certain as one in each.
+    lost = replace(over_occurrences(longest, shows), ns=float(longest.mean()))
     once = longest.max() >= min_fraction_once * len(longest) * grid.step_ns
     if not (lost.clear or once) or lost.ns < least_ns:
         return []

@@ -195,15 +195,16 @@ def _known_places(values: pl.Series, among: Sequence[int]) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its 95 % half width, ns."""
+    """A mean and its 95 % half width, ns; `of_each_ns` is that of what happens in some steps, not of how often."""
 
     ns: float
     half_width_ns: float
+    of_each_ns: float | None = None
 
     @property
     def clear(self) -> bool:
-        """Clear of zero. A single spike among quiet steps never is, four of them just are."""
-        return self.ns > self.half_width_ns
+        """Clear of zero: what happens is. A single spike among quiet steps never is, four of them just are."""
+        return self.ns > (self.half_width_ns if self.of_each_ns is None else self.of_each_ns)
 
 
 def estimate(values: Floats, trim: float = 0.0) -> Estimate:
@@ -282,16 +283,23 @@ def half_width(standard_error: Floats, count: int) -> Floats:
 
 
 def over_occurrences(values: Floats, when: NDArray[np.bool_]) -> Estimate:
-    """Mean of `values` over all steps, 0 where not `when`; the half width is of what happened, not of how often.
+    """Mean of `values` over all steps, 0 where not `when`; it is clear of zero where what happened is, however often.
 
-    Of what happened once it is the mean itself, one more or one less, so that it is not clear of zero.
+    Its half width is that of what happened, or of how often, by how irregular the distances are: what happens in every
+    tenth step does so as often in other ones. Of what happened once it is the mean itself, one more or one less, so
+    that it is not clear of zero.
+
+    Source: the variance of the number of renewals, Cox 1962.
     """
-    times, steps = int(when.sum()), len(when)
-    if times < 2:
+    at, steps = np.flatnonzero(when), len(when)
+    if len(at) < 2:
         once = float(values[when].sum()) / steps
         return Estimate(once, once)
-    each = estimate(values[when])
-    return Estimate(each.ns * times / steps, each.half_width_ns * times / steps)
+    of_each_ns = estimate(values[when]).half_width_ns * len(at) / steps
+    distances = np.diff(at, append=at[0] + steps)
+    irregular = min(float(distances.std() / distances.mean()), 1.0)
+    over_all = estimate(np.where(when, values, 0.0))
+    return Estimate(over_all.ns, max(of_each_ns, irregular * over_all.half_width_ns), of_each_ns)
 
 
 def above_peers(values: Floats, role: Ints | None = None) -> Floats:

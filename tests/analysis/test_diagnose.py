@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -115,6 +116,17 @@ def test_a_collection_behind_another_ranks_work_costs_nothing_and_is_no_finding(
     hidden = diagnose(run({0: every_fifth, 1: every_fifth}, collections=collects))
     assert hidden.findings == ()
     assert "gc_stall" in {h.detector for h in hidden.healthy}
+
+
+def test_the_error_of_bursts_is_that_of_how_often_they_come_where_that_is_irregular():
+    """Bursts of 200 ms: in 7 of 98 steps by chance, which could be 2 or 12 as well, or in every tenth."""
+    by_chance = np.random.default_rng(4).random(100) < 0.1
+    bursts = [240 if by_chance[step] else 40 for step in range(100)]
+    (irregular,) = diagnose(run({0: 40, 1: bursts, 2: 40}, steps=100)).findings
+    assert (irregular.title[:14], len(irregular.steps)) == ("Rank 1 is slow", 7)
+    assert 0.5 < irregular.uncertainty_ns / irregular.lost_ns_per_step < 0.8
+    (regular,) = diagnose(run({0: 40, 1: [40] * 9 + [240], 2: 40}, steps=102)).findings
+    assert (regular.lost_ns_per_step, regular.uncertainty_ns) == (20 * MS, 0)
 
 
 def test_missing_ranks_are_in_the_verdict():
