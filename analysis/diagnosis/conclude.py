@@ -13,7 +13,7 @@ from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.not_seen import incomplete_steps, left_out, not_observed
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.outliers import of_outliers, outlier_steps
+from rankscope.analysis.diagnosis.outliers import outlier_steps, why_outliers
 from rankscope.analysis.diagnosis.remarks import not_read
 from rankscope.analysis.diagnosis.summary import (
     blames,
@@ -143,7 +143,8 @@ def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_runn
         schedule=schedule(timeline.groups, timeline.regions, timeline.collectives) if profiled else None,
         is_running=is_running,
         code=code,
-        aside=joined("", (of_outliers(steps, timeline, code), not_read(timeline.stretch))),
+        outliers=why_outliers(steps, timeline, code),
+        aside=not_read(timeline.stretch),
     )
 
 

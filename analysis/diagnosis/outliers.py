@@ -9,27 +9,20 @@ import polars as pl
 from rankscope.analysis.model.finding import MANY_OUTLIERS, Gap, StepSummary
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
-from rankscope.analysis.text.units import duration, percent
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.code_samples import Code
 
-__all__ = ["of_outliers", "outlier_steps"]
+__all__ = ["outlier_steps", "why_outliers"]
 
 _LISTED = 5
 _MOSTLY = 0.5  # of what outliers take beyond the mean step: so much longer do others wait than the rank that is named
 _FEW = 5  # samples of a rank in one step: a stop of it is in one place
 
 
-def of_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
-    """Return how long excluded steps take, if much, for which rank and where in the code."""
-    if steps.outliers_fraction < MANY_OUTLIERS:
-        return ""
-    return text(
-        "; steps excluded as outliers ({count}) take {share} of the time{why}",
-        count=steps.outliers,
-        share=percent(steps.outliers_fraction),
-        why=_why(_outliers(timeline), steps, timeline, code),
-    )
+def why_outliers(steps: StepSummary, timeline: Timeline, code: Code) -> str:
+    """Return for which rank excluded steps take long, if they take much, and where in the code."""
+    return _why(_outliers(timeline), steps, timeline, code) if steps.outliers_fraction >= MANY_OUTLIERS else ""
 
 
 def outlier_steps(steps: StepSummary, timeline: Timeline, code: Code) -> list[Gap]:

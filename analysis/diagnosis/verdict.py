@@ -59,7 +59,8 @@ class Seen:
     schedule: tuple[int, int] | None  # stages and microbatches of a pipeline, as far as a capture shows them
     is_running: bool  # as far as is known; else it has to be recorded again
     code: Code
-    aside: str  # the headline's note on excluded steps
+    outliers: str  # why steps that were excluded as outliers take long, where they take much
+    aside: str  # the headline's note on steps that were not read
 
     @property
     def without_steps(self) -> list[int]:
@@ -146,7 +147,44 @@ def verdict_of(
     losses: Sequence[Loss],
     seen: Seen,
 ) -> str:
-    """One or two sentences: the costliest finding, or the largest loss that nothing explains, or that there is none."""
+    """Return the costliest finding, or the largest loss that nothing explains, or that there is none.
+
+    It begins with the outliers where these take more than that.
+    """
+    share = seen.steps.outliers_fraction
+    said = {"share": percent(share), "why": seen.outliers}
+    if share < MANY_OUTLIERS:
+        return _of_analyzed(findings, healthy, not_checked, losses, seen)
+    if share > _costliest(findings, losses):
+        return plural(
+            "{count} step, excluded as an outlier, takes {share} of the time{why}. {judged}",
+            "{count} steps, excluded as outliers, take {share} of the time{why}. {judged}",
+            seen.steps.outliers,
+            count=seen.steps.outliers,
+            judged=_of_analyzed(findings, healthy, not_checked, losses, seen),
+            **said,
+        )
+    excluded = text(
+        "; steps excluded as outliers ({count}) take {share} of the time{why}", count=seen.steps.outliers, **said
+    )
+    beside = replace(seen, aside=joined("", (excluded, seen.aside)))
+    return _of_analyzed(findings, healthy, not_checked, losses, beside)
+
+
+def _costliest(findings: Sequence[Finding], losses: Sequence[Loss]) -> float:
+    """Return the share of the step that the first finding or the largest loss takes; of a hang all of it."""
+    first = [finding.lost_fraction if finding.lost_ns_per_step else 1.0 for finding in findings[:1]]
+    return max([*first, *(loss.fraction for loss in losses)], default=0.0)
+
+
+def _of_analyzed(
+    findings: Sequence[Finding],
+    healthy: Sequence[Healthy],
+    not_checked: Sequence[NotChecked],
+    losses: Sequence[Loss],
+    seen: Seen,
+) -> str:
+    """Return what the analyzed steps show."""
     absent = _absent(seen)
     if findings:
         headline = _headline(findings, seen)
