@@ -35,13 +35,13 @@ from rankscope.analysis.model.finding import Evidence, Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.replay.pipeline import TRANSFERS, measured_pipeline
 from rankscope.analysis.text.message import text
-from rankscope.analysis.text.units import percent
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.pipeline_ops import steps_of_ops
 from rankscope.errors import NotReplayable, NotResolvable
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
-detector = Detector(lost_as=AS_WAITING)
+detector = Detector(lost_as=(*AS_WAITING, "communication"))
 
 
 def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: float = 0.03) -> list[Finding]:
@@ -68,10 +68,9 @@ def detect(ops: pl.DataFrame, steps: pl.DataFrame | None = None, *, max_excess: 
             detector="pipeline_bubble",
             severity=severity(fraction),
             title=text(
-                "The pipeline idles {share} of its time where {schedule} needs {needed}, mostly for {cause}",
-                share=percent(share),
+                "Steps of the pipeline take {lost} longer than {schedule} needs with its transfers, mostly for {cause}",
+                lost=duration(lost.ns),
                 schedule=found.schedule,
-                needed=percent(needed),
                 cause=cause,
             ),
             where=text("stage {stage}", stage=found.busiest_stage),

@@ -69,7 +69,9 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
     groups = group_times(tables["collectives"], tables["phases"], timeline.groups)  # before the graph takes memory
     run, costs = judged.run(), judged.costs()
     needs, share = judged.model
-    seen = _seen(timeline, judged, price, is_running=is_running)
+    pipeline = pipeline_of(tables["ops"])
+    scheduled = pipeline.needed_fraction if pipeline else 0.0
+    seen = replace(_seen(timeline, judged, price, is_running=is_running), scheduled=scheduled)
     findings = tuple(
         replace(
             finding,
@@ -79,7 +81,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         )
         for finding in judged.findings
     )
-    losses = losses_of(tables["breakdown"], tables["phases"], findings)
+    losses = losses_of(tables["breakdown"], tables["phases"], findings, seen.scheduled)
     healthy, too_coarse = without_coarse(judged.healthy, losses, seen.steps)
     not_checked = [*judged.not_checked, *too_coarse]
     fixes, fidelity = judged.fixes()
@@ -107,7 +109,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         waits=waits(timeline, costs),
         blames=blames(costs),
         critical_path=path_parts(run, timeline),
-        pipeline=pipeline_of(tables["ops"]),
+        pipeline=pipeline,
         fixes=fixes,
         fidelity=fidelity,
         utilisation=utilisation(needs, seen.steps.mean_ns, share),

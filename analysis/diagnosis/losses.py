@@ -11,7 +11,7 @@ from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
 from rankscope.analysis.model.parts import QUEUED, UNSEEN
 
-__all__ = ["LOST", "losses_of", "lost_fraction"]
+__all__ = ["LOST", "losses_of", "lost_fraction", "unexplained_fraction"]
 
 LOST = {  # kind -> the part of the breakdown
     "wait": "wait",
@@ -29,21 +29,25 @@ LOST = {  # kind -> the part of the breakdown
 _LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
 
 
-def losses_of(breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding]) -> tuple[Loss, ...]:
+def losses_of(
+    breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding], scheduled: float = 0.0
+) -> tuple[Loss, ...]:
     """Return the losses of the mean step, the largest first, each with what the `findings` leave unexplained.
 
-    A finding that follows from another one explains nothing besides it.
+    A finding that follows from another one explains nothing besides it. `scheduled` is the share of the step that the
+    schedule of a pipeline needs as its bubble.
     """
     grid = step_grid(breakdown)
     if not grid.steps or not grid.step_ns:
         return ()
     roots = [finding for finding in findings if finding.caused_by is None and finding.lost_ns_per_step]
     lengths = phases.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
-    found = [_loss(kind, grid, lengths, roots) for kind in LOST if grid.of(LOST[kind]).any()]
+    known = {"bubble": scheduled}
+    found = [_loss(kind, grid, lengths, roots, known.get(kind, 0.0)) for kind in LOST if grid.of(LOST[kind]).any()]
     return tuple(sorted((loss for loss in found if loss.most_ns), key=lambda loss: -loss.fraction))
 
 
-def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding]) -> Loss:
+def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding], known: float) -> Loss:
     part = LOST[kind]
     rows = phases.filter(pl.col("part") == part)
     if kind in _LABEL:
@@ -63,10 +67,15 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
         most_rank=grid.ranks[most],
         most_ns=round(float(of_rank[most])),
         explained_by=tuple(dict.fromkeys(finding.detector for finding in causes)),
-        unexplained_fraction=max(fraction - sum(finding.lost_fraction for finding in causes), 0.0),
+        unexplained_fraction=max(fraction - known - sum(finding.lost_fraction for finding in causes), 0.0),
     )
 
 
 def lost_fraction(losses: Sequence[Loss]) -> float:
     """Return the share of the mean step that is lost in any way."""
     return sum(loss.fraction for loss in losses)
+
+
+def unexplained_fraction(losses: Sequence[Loss]) -> float:
+    """Return the share of the mean step that is lost for no known reason."""
+    return sum(loss.unexplained_fraction for loss in losses)

@@ -13,7 +13,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, spec_of
 from rankscope.analysis.diagnosis import remarks
-from rankscope.analysis.diagnosis.losses import lost_fraction
+from rankscope.analysis.diagnosis.losses import lost_fraction, unexplained_fraction
 from rankscope.analysis.model.finding import (
     MANY_OUTLIERS,
     Fidelity,
@@ -59,6 +59,7 @@ class Seen:
     schedule: tuple[int, int] | None  # stages and microbatches of a pipeline, as far as a capture shows them
     is_running: bool  # as far as is known; else it has to be recorded again
     code: Code
+    scheduled: float = 0.0  # share of the step that the schedule of a pipeline needs as its bubble
     outliers: str  # why steps that were excluded as outliers take long, where they take much
     aside: str  # the headline's note on steps that were not read
 
@@ -197,10 +198,10 @@ def _of_analyzed(
         steps=counted(seen.steps.count, "analyzed step"),
         ranks=counted(len(seen.ranks) - len(seen.without_steps), "rank"),
     )
-    is_unexplained = lost_fraction(losses) >= MUCH_LOST
-    said = _overlooked(losses[0]) if is_unexplained else None  # in other words, the headline
+    is_unexplained = unexplained_fraction(losses) >= MUCH_LOST
+    said = _overlooked(_least_explained(losses)) if is_unexplained else None  # in other words, the headline
     unclear = remarks.unclear([check for check in not_checked if check.why != said])
-    more = joined("", (unclear if status != "green" else "", _remarks(seen), absent))
+    more = joined("", (_by_schedule(seen), unclear if status != "green" else "", _remarks(seen), absent))
     if is_unexplained:
         return text("Unexplained: {loss}{more}.", loss=_unexplained(losses, seen, counts), more=more)
     limit, detector = _limit(healthy, losses, seen)
@@ -236,9 +237,9 @@ def _is_bounded(detector: str, seen: Seen) -> bool:
 def _limit(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> tuple[float, str]:
     """Return the largest share of the step that a check may have overlooked, and which check.
 
-    One whose cost the tables show as lost has overlooked no more than is lost there.
+    One whose cost the tables show as lost has overlooked no more than is lost there for no known reason.
     """
-    lost, mean_ns = lost_fraction(losses), seen.steps.mean_ns or 1
+    lost, mean_ns = unexplained_fraction(losses), seen.steps.mean_ns or 1
     limits = []
     for check in healthy:
         own = (check.resolution_ns or 0) / mean_ns
@@ -260,15 +261,25 @@ def _remarks(seen: Seen) -> str:
 
 def _unexplained(losses: Sequence[Loss], seen: Seen, counts: str) -> str:
     """Return the largest loss with rank and place, what is lost in all, and which recording would show why."""
-    largest = losses[0]
+    largest = _least_explained(losses)
     step = duration(seen.steps.mean_ns or 0)
     said = [
-        text("{loss} of the {step} step in {counts}", loss=_loss(largest), step=step, counts=counts),
+        text("{loss} of the {step} step in {counts}", loss=_unexplained_of(largest), step=step, counts=counts),
         _place(largest, len(seen.ranks)),
     ]
     if len(losses) > 1 and lost_fraction(losses) - largest.fraction >= 0.01:
         said.append(text("; {share} is lost in total", share=percent(lost_fraction(losses))))
     return joined("", (*said, _what_would_show_it(largest, seen)))
+
+
+def _least_explained(losses: Sequence[Loss]) -> Loss:
+    return max(losses, key=lambda loss: loss.unexplained_fraction)
+
+
+def _by_schedule(seen: Seen) -> str:
+    if seen.scheduled < MUCH_LOST:
+        return ""
+    return text("; the pipeline's schedule alone idles {share} of the step", share=percent(seen.scheduled))
 
 
 def _loss(loss: Loss) -> str:

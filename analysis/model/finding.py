@@ -135,7 +135,7 @@ class Loss:
     "queued" (it idles though work is queued), "unseen" (it idles before work whose launch was not recorded),
     "communication" (exposed transfers), "unattributed" (communication that was not matched), "input", "gc", "compile"
     or "checkpoint". `where` is the label that holds most of it. `least_rank` and `most_rank` lose the least and most.
-    `unexplained_fraction` is what the findings, together, leave of `fraction`.
+    `unexplained_fraction` is what the findings, together, leave of `fraction`, and of a bubble the schedule, too.
     """
 
     kind: str
@@ -399,6 +399,12 @@ class Pipeline:
     busiest_stage: int
     excess: dict[str, float]
     explanation: str
+
+    @property
+    def needed_fraction(self) -> float:
+        """What the schedule needs as its bubble, as a share of the steps as they are; 0: not known."""
+        theory = self.theory_fraction or 0.0
+        return (1 - self.bubble[self.busiest_stage]) * theory / (1 - theory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

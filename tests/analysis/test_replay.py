@@ -15,6 +15,7 @@ from rankscope.analysis.model.pipeline_ops import BACKWARD, FORWARD
 from rankscope.analysis.replay.pipeline import communicates, op_grid, pipeline, schedule, theory_fraction
 from rankscope.analysis.replay.pipeline_plan import Group, WhatIf, ends, ideal, plan, replay, transfers
 from rankscope.analysis.runs.trace import Trace
+from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.pipeline_ops import steps_of_ops
 from rankscope.errors import NotReplayable, NotResolvable
 from support.paths import DATA
@@ -229,7 +230,9 @@ def test_bubble_above_theory_is_reported_and_split():
     """Before each computation 2 ms pass that no operation shows, and 1 ms between neighbours."""
     found = pipeline_bubble.detect(run([2, 2, 2], [4, 4, 4], stall=2, transfer=1))
     assert [(f.severity, f.where) for f in found] == [("high", "stage 0")]
-    assert "mostly for waiting for what is not recorded" in found[0].title
+    cost = duration(found[0].lost_ns_per_step)
+    assert found[0].title.startswith(f"Steps of the pipeline take {cost} longer than 1F1B needs with its transfers, ")
+    assert found[0].title.endswith("mostly for waiting for what is not recorded")
     shape = pipeline(run([2, 2, 2], [4, 4, 4], stall=2, transfer=1))
     assert sum(shape.excess.values()) == pytest.approx(shape.bubble[shape.busiest_stage] - shape.theory_fraction)
 

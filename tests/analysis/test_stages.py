@@ -216,6 +216,11 @@ def test_transfers_that_any_schedule_needs_are_no_bubble_and_late_ones_are(slowe
     assert report.pipeline.excess["transfers"] == pytest.approx(0.04, abs=0.01)
     late = [f.title for f in report.findings if f.detector == "pipeline_bubble"]
     assert [title.endswith("mostly for late transfers") for title in late] == ([] if slower == 1 else [True])
+    # What the schedule needs is not unexplained.
+    assert "wait for other pipeline stages" not in report.verdict
+    if slower == 1:
+        assert report.verdict.startswith("Unexplained: exposed communication takes 5.5 % of the 205 ms step ")
+        assert "; the pipeline's schedule alone idles 31." in report.verdict
 
 
 @pytest.mark.parametrize("parallel", ["pp-1f1b", "pp-nccl"])
