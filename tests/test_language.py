@@ -71,12 +71,12 @@ def test_text_keeps_what_it_was_made_of_wherever_it_goes():
 def test_plural_follows_its_number_in_each_language():
     late = [
         plural(
-            "{ranks} waits {lost} per step for the next batch{often}",
-            "{ranks} wait {lost} per step for the next batch{often}",
+            "{ranks} waits {time} {often} for the next batch",
+            "{ranks} wait {time} {often} for the next batch",
             len(ranks),
             ranks=named("Rank", ranks),
-            lost="2 ms",
-            often="",
+            time="2 ms",
+            often=text("per step"),
         )
         for ranks in ((3,), (3, 4))
     ]

@@ -206,7 +206,8 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
         lost = _seen(stall, TRIM)
-    often = "" if always else text(", {often}", often=every_nth(steps, len(shows)))
+    waits_ns = lost.ns if always else float(stall[shows].mean())  # where it does
+    often = text("per step") if always else every_nth(steps, len(shows))
     advice = text(
         "Raise num_workers and prefetch_factor, keep the workers (persistent_workers=True), decode outside of the loop."
     )
@@ -215,11 +216,11 @@ def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floa
     return Finding(
         detector="input_stall",
         title=plural(
-            "{ranks} waits {lost} per step for the next batch{often}",
-            "{ranks} wait {lost} per step for the next batch{often}",
+            "{ranks} waits {time} {often} for the next batch",
+            "{ranks} wait {time} {often} for the next batch",
             len(ranks),
             ranks=named("Rank", ranks),
-            lost=duration(lost.ns),
+            time=duration(waits_ns),
             often=often,
         ),
         where="input",

@@ -345,6 +345,16 @@ def test_ranks_that_take_turns_cost_the_sum():
     assert found == {(2, 5): 80 * MS, (7,): 8 * MS}
 
 
+def test_a_stall_of_some_steps_is_as_long_as_it_is_there():
+    """As a rank that is slow now and then: 160 ms in every second step, which cost half of that per step."""
+    waits = {1: [160 * (step % 2) for step in range(STEPS)]}
+    (finding,) = stalled(job({rank: [100] * STEPS for rank in range(4)}, input=waits))
+    assert (finding.title, finding.lost_ns_per_step) == (
+        "Rank 1 waits 160 ms every 2 steps for the next batch",
+        80 * MS,
+    )
+
+
 def test_hiccups_do_not_add_to_a_steady_stall():
     """One batch of 40 takes a second; the stall remains 39 ms longer than the peers'."""
     waits = {rank: [40 if rank == 1 else 1] * STEPS for rank in range(4)}
