@@ -151,7 +151,7 @@ def _ranks(b: Run, found: Comparison) -> Children:
     ]
     shown = {
         "rank": Shown(text("rank")),
-        "a": Shown(text("compute time in A"), "time"),
+        "a": Shown(text("time outside communication in A"), "time"),
         "b": Shown(text("in B"), "time"),
     }
     return plain_table(
@@ -160,7 +160,7 @@ def _ranks(b: Run, found: Comparison) -> Children:
         shown
         | {
             "change": Shown(text("change")),
-            "part": Shown(text("mostly")),
+            "part": Shown(text("difference mostly in")),
             "usual": Shown(text("usual change of a rank")),
         },
     )

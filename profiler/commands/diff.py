@@ -69,7 +69,8 @@ def _text(found: Comparison) -> Iterable[str]:
     if found.parts:
         yield f"\n{_parts(found)}"
     if found.ranks:
-        yield f"\n{spoken(text('Ranks whose compute time changed by more than usual'))}\n{_ranks(found)}"
+        head = text("Ranks whose time outside communication changed differently from the others")
+        yield f"\n{spoken(head)}\n{_ranks(found)}"
     yield f"\n{spoken(text('Findings'))}\n{_findings(found)}"
     if found.operations:
         yield f"\n{spoken(text('Communication, mean over analyzed steps'))}\n{_operations(found.operations)}"
@@ -101,7 +102,11 @@ def _ranks(found: Comparison) -> str:
             text("rank {rank}", rank=one.rank),
             f"{duration(one.a_ns)} -> {duration(one.b_ns)}",
             signed(one.b_ns - one.a_ns),
-            text("mostly {part}; usual is {usual}", part=part_name(one.part), usual=signed(one.usual_ns)),
+            text(
+                "the usual change is {usual}; the difference is mostly {part}",
+                usual=signed(one.usual_ns),
+                part=part_name(one.part),
+            ),
         )
         for one in found.ranks
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,17 @@ def test_the_other_way_round_the_finding_is_gone_and_columns_add_up_as_they_are_
     assert np.allclose(np.sum(parts, axis=0), step, atol=1e-9)
     assert step[2] < -40
     assert any(line.startswith("gone") and "slow rank, rank 2" in line for line in lines)
+
+
+def test_a_rank_that_changed_less_than_the_others_is_not_said_to_have_changed_more(healthy, tmp_path):
+    can = healthy_resources(JOB)
+    can.slowness = can.slowness * np.where(np.arange(JOB.ranks) == 2, 1.4, 1.5)
+    lines = diff(healthy, write(run(JOB, can), tmp_path / "slower")).stdout.splitlines()
+    at = lines.index("Ranks whose time outside communication changed differently from the others")
+    rank, said = lines[at + 1].split("; ")
+    assert rank.startswith("rank 2 ")
+    assert re.search(r"  \+3\d\.\d ms  the usual change is \+4\d\.\d ms$", rank)
+    assert said == "the difference is mostly compute"
 
 
 def test_a_run_is_no_different_from_itself(healthy):
