@@ -232,20 +232,19 @@ def estimates(values: Floats, trim: float = 0.0) -> tuple[Floats, Floats]:
 def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> Estimate:
     """Return the same of what is lost per step in these pieces (gaps, calls): of few steps they are the sample.
 
-    Each might not have happened, so that a single one is never clear of zero; four of one length just are, as are
-    three steps that agree. Where what is lost is less than they take together, each counts as much less. Of one or two
+    Each might not have happened, so that a single one is never clear of zero; four of one length just are, or three
+    steps that agree. Where what is lost is less than they take together, each counts as much less. Of one or two
     steps, and of more whose mean is not clear of zero, the median counts, of two the lower one: the first of a capture
     is often longer, and what happens once is no property of a step.
 
     Source: the variance of a compound Poisson sum is that of its number times the mean square of its terms.
     """
-    if len(values) >= _AGREEING_STEPS:
-        of_steps = estimate(values, trim)
-        if of_steps.clear:
-            return of_steps
+    of_steps = estimate(values, trim) if len(values) >= _AGREEING_STEPS else Estimate(0.0, np.inf)
+    if len(values) >= ENOUGH_STEPS and of_steps.clear:
+        return of_steps
     total, usual = float(pieces_ns.sum()), float(np.sort(values)[(len(values) - 1) // 2])
     share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
-    return Estimate(usual, 1.96 * share * max(usual, 0.0))
+    return Estimate(usual, min(1.96 * share * max(usual, 0.0), of_steps.half_width_ns))
 
 
 def estimate_of_operations(values: Floats, steps: int) -> Estimate:

@@ -11,6 +11,7 @@ from rankscope.analysis.replay.host_calls import LOOK_BACK, NEAR_NS, Calls
 
 __all__ = ["ended_just_before", "last_launched_before", "last_to_end"]
 
+_EARLY_NS = 2_000  # stamps are rounded, and a kernel may begin so long before the one that it waits for has ended
 _NEAR_SHARE = 0.02  # or within this share of the time that nothing explains
 Ints = NDArray[np.signedinteger[Any]]  # times take 8 bytes, codes and numbers of nodes 4
 Bools = NDArray[np.bool_]
@@ -40,7 +41,8 @@ def last_launched_before(calls: Calls, call_of: Ints, communicates: Bools, end: 
     last = np.maximum.accumulate(np.where(communicates[order], -1, position)) if len(order) else position
     known = communicates[order] & (last >= 0)
     other = order[np.maximum(last, 0)]
-    known &= (thread[np.maximum(last, 0)] == thread) & (end[other] <= start[order])
+    known &= (thread[np.maximum(last, 0)] == thread) & (end[other] <= start[order] + _EARLY_NS)
+    known &= start[other] < start[order]
     found[order[known]] = other[known]
     return found
 
@@ -50,7 +52,7 @@ def ended_just_before(stream: Ints, start: Ints, end: Ints, explained: Ints) -> 
     found = np.full(len(start), -1)
     asked = np.flatnonzero(start - explained > NEAR_NS)
     order = np.argsort(end, kind="stable")
-    at = np.searchsorted(end[order], start[asked], side="right") - 1
+    at = np.searchsorted(end[order], start[asked] + _EARLY_NS, side="right") - 1
     for _ in range(LOOK_BACK):
         own = (at >= 0) & (stream[order[np.maximum(at, 0)]] == stream[asked])
         if not own.any():
