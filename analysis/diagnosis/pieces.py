@@ -223,9 +223,15 @@ def resolution_of_bubbles(
 def _of_bubbles(
     breakdown: pl.DataFrame, collectives: pl.DataFrame, groups: pl.DataFrame, regions: pl.DataFrame | None
 ) -> tuple[StepGrid, Estimate]:
-    """Return the ranks of the pipelines, and how long the one waits that waits least."""
+    """Return the ranks of the pipelines, and how long the one waits that waits least.
+
+    What was not matched across ranks counts as far as the schedule has such a bubble by itself.
+    """
     grid, _ = _in_stages(breakdown, collectives, groups, regions)
+    planned = schedule(groups, regions, collectives)
+    theory = 0.0 if planned is None else (planned[0] - 1) / (sum(planned) - 1)
     waits = grid.of("bubble") + grid.of("wait")
+    waits += np.clip(theory * grid.step_ns - waits, 0, grid.of("unsplit"))
     least = waits[waits.mean(axis=1).argmin()]
     if len(least) > 1:
         return grid, estimate(least)
