@@ -269,7 +269,7 @@ def _launched_in(steps: pl.DataFrame, kernels: pl.DataFrame) -> dict[str, pl.Ser
     if not _is_too_much(int(before.sum()), int(begin[0]), launched[known]):
         before &= start < _idle_from(begin[0], start, end)
     left_over = end[before].max(initial=_NEVER)
-    if len(start) and known[0] and launched[0] + _IDLE_NS < start[0]:
+    if len(start) and known[0] and start[0] - launched[0] > max(_IDLE_NS, launched[0] - begin[0]):
         left_over = max(left_over, start[0])
     return {"_done": pl.Series(done), "_left_over": pl.repeat(left_over, len(steps), dtype=pl.Int64, eager=True)}
 
