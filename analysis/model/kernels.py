@@ -24,6 +24,7 @@ __all__ = [
     "MEMORY",
     "MEMORY_CALLS",
     "OPS_BY_NAME",
+    "SEND_RECV",
     "WAITING_CALLS",
     "device_work",
     "kernel_op",
@@ -32,6 +33,7 @@ __all__ = [
 ]
 
 COMPUTE, COMMUNICATION, MEMORY = "compute", "communication", "memory"
+SEND_RECV = "SendRecv"  # in the name of the kernel that runs sends and receives, so all-to-alls as well
 
 # Categories of the profiler's rows that are work of the device, old names and new.
 _KERNELS = ("kernel", "Kernel")

@@ -176,7 +176,9 @@ def _matched(
         for name, frame in _rows_of_ranks(capture, first, node).items():
             frames[name].append(frame.with_columns(pl.col("start_ns", "end_ns") + later_ns))
     tables = {name: pl.concat(parts) for name, parts in frames.items()}
-    return tables, infer_groups(tables["kernels"], tables["launches"], tables.pop("operations"))
+    firsts_of = {node: capture for capture, (node, _) in reversed(list(zip(captures, nodes, strict=True)))}
+    unix_ns = {node: capture.since[0] for node, capture in firsts_of.items() if capture.since}
+    return tables, infer_groups(tables["kernels"], tables["launches"], tables.pop("operations"), unix_ns)
 
 
 def _nodes(captures: Sequence[_Capture]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ from rankscope.collectors.schema import NO_PEER, P2P_OPS
 
 Ints = NDArray[np.int64]
 
-__all__ = ["Role", "may_be_stages", "role_codes", "roles", "roles_of", "schedule"]
+__all__ = ["Role", "may_be_stages", "role_codes", "roles", "roles_of", "schedule", "wait_by_design"]
 
 # `pp0`, `mesh_pp`, Megatron's PIPELINE_MODEL_PARALLEL_GROUP
 _PIPELINE_NAME = r"(?i)(?:^|[^a-z])pp(?:[^a-z]|$)|pipeline"
@@ -36,8 +36,7 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.Da
         return {rank: tuple(stages) for rank, stages in named.iter_rows()}
     sent = collectives.filter(pl.col("op").is_in(P2P_OPS))
     if sent.is_empty():
-        pairs = _unnamed(collectives)["ranks"].to_list()
-        return _places(_chains({(one, other) for one, other in pairs}, _LEAST_CHAIN))
+        return _in_chains(collectives)
     pipelines = groups.filter(
         pl.col("group_id").is_in(sent["group_id"].unique().implode()),
         pl.any_horizontal(pl.col("name", "role").str.contains(_PIPELINE_NAME).fill_null(value=False)),
@@ -63,14 +62,28 @@ def schedule(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl
     return (len(set(held.values())), round(messages)) if on_next and isinstance(messages, float) else None
 
 
+def wait_by_design(collectives: pl.DataFrame, judged_ns: float) -> bool:
+    """Say whether ranks wait for each other as stages of a pipeline do: those that send, or that seem to."""
+    is_pipeline = collectives["op"].is_in(P2P_OPS).any() or len(_in_chains(collectives)) > 0
+    return is_pipeline or may_be_stages(collectives, judged_ns)
+
+
 def may_be_stages(collectives: pl.DataFrame, judged_ns: float) -> bool:
     """Say whether two ranks, in `judged_ns` of each, wait so long for each other in what a trace does not name.
 
-    Stages of a pipeline do, by design; where one of two ranks is late only the other waits.
+    Stages of a pipeline do, by design; where one of two ranks is late only the other waits. Not of ranks that hang
+    together as stages do: then these are known.
     """
+    if _in_chains(collectives):
+        return False
     waits = collectives.join(_unnamed(collectives), on="group_id", how="semi").group_by("group_id", "rank")
     less = waits.agg(pl.col("wait_ns").sum()).group_by("group_id").agg(pl.col("wait_ns").min())["wait_ns"]
     return bool((less > _IN_TURN * judged_ns).any())
+
+
+def _in_chains(collectives: pl.DataFrame) -> dict[int, Role]:
+    """Return the places of the ranks in chains of those that do with their neighbours what a trace does not name."""
+    return _places(_chains(set(map(tuple, _unnamed(collectives)["ranks"].to_list())), _LEAST_CHAIN))
 
 
 def _unnamed(collectives: pl.DataFrame) -> pl.DataFrame:

@@ -467,6 +467,154 @@ def test_the_gpu_of_an_export_that_others_wait_for_is_named(tmp_path):
     assert [(f.detector, f.ranks) for f in report.findings] == [("slow_rank", (1,))]
 
 
+def one_f_one_b(stage, stages, microbatches):
+    """A stage's step of a 1F1B schedule: forward, backward, and the stages with which it exchanges something."""
+    before = [stage - 1] if stage else []
+    after = [stage + 1] if stage + 1 < stages else []
+    warm = stages - 1 - stage
+    turns = [*before, "forward", *after] * warm + before
+    turns += ["forward", *after, "backward", *before] * (microbatches - warm)
+    return turns + [*after, "backward", *before] * warm
+
+
+def pipeline(forward_ns, microbatches, *, steps=3, lanes=1, slow=()):
+    """Kernels of a pipeline by GPU, of which stage `s` takes `forward_ns[s]`, backward twice as long.
+
+    Each GPU exchanges what it computed on one stream, 9: a kernel ends on both within 5 us. `lanes` GPUs of a stage are
+    in step by a reduction on stream 8 after each forward and backward. Those that are `slow` take a third longer.
+    """
+    chance, stages = random.Random(5), len(forward_ns)
+    turns = [[*one_f_one_b(stage, stages, microbatches), "update"] for stage in range(stages)]
+    kernels = {gpu: [] for gpu in range(stages * lanes)}
+
+    def add(gpu, begin, end, name, stream):
+        kernels[gpu].append((round(begin), round(end), gpu, process(50 + gpu), len(kernels[gpu]), name, stream))
+
+    at = dict.fromkeys(kernels, 1_000_000.0)
+    left = [turn * steps for turn in turns]
+    while any(left):
+        for stage, todo in enumerate(left):
+            gpus = range(stage * lanes, stage * lanes + lanes)
+            while todo and isinstance(todo[0], str):
+                work = todo.pop(0)
+                times = {"forward": 1, "backward": 2, "update": 0.2}[work]
+                took_ns = forward_ns[stage] * times * chance.uniform(0.95, 1.05)
+                for gpu in gpus:
+                    begin, each_ns = (
+                        at[gpu],
+                        took_ns * chance.uniform(0.999, 1.001) * (4 / 3 if gpu in slow else 1) / 20,
+                    )
+                    for n in range(20):
+                        add(
+                            gpu, begin + n * each_ns, begin + (n + 1) * each_ns - 1_000, 5 if work == "update" else 1, 7
+                        )
+                    at[gpu] = begin + 20 * each_ns
+                if lanes > 1:
+                    end = max(at[gpu] for gpu in gpus) + 50_000
+                    for gpu in gpus:
+                        add(gpu, at[gpu], end + chance.uniform(0, 3_000), 2, 8)
+                        at[gpu] = end + chance.uniform(3_000, 9_000)
+            other = todo[0] if todo else None
+            if other is not None and left[other] and left[other][0] == stage and other > stage:
+                todo.pop(0)
+                left[other].pop(0)
+                for lane in range(lanes):
+                    both = [stage * lanes + lane, other * lanes + lane]
+                    end = max(at[gpu] for gpu in both) + 200_000 * chance.uniform(0.95, 1.05)
+                    for gpu in both:
+                        begin, at[gpu] = at[gpu], end + chance.uniform(0, 5_000)
+                        add(gpu, begin, at[gpu], 4, 9)
+    return kernels
+
+
+def pipeline_exports(folder, kernels, files, *, extra=""):
+    """Write these GPUs' kernels, `files` being the GPUs, host and clock (by how much it is late, unix time) of each."""
+    for number, (gpus, host, late_ns, unix_ns) in enumerate(files):
+        began = f"""
+            INSERT INTO StringIds VALUES (4, 'ncclDevKernel_SendRecv'), (5, 'multi_tensor_apply_kernel<FusedAdam>');
+            CREATE TABLE TARGET_INFO_SYSTEM_ENV (name TEXT, value TEXT);
+            INSERT INTO TARGET_INFO_SYSTEM_ENV VALUES ('Hostname', '{host}');
+            CREATE TABLE TARGET_INFO_SESSION_START_TIME (utcEpochNs INTEGER, systemClockNs INTEGER);
+            INSERT INTO TARGET_INFO_SESSION_START_TIME VALUES ({unix_ns}, NULL);
+        """
+        rows = [(begin - late_ns, end - late_ns, *rest) for gpu in gpus for begin, end, *rest in kernels[gpu]]
+        nsight(folder / f"part{number}.sqlite", kernels=rows, extra=began + extra)
+    return folder
+
+
+UNIX_NS = 1_700_000_000 * 10**9
+ONE_FILE = [((0, 1, 2, 3), "a", 0, UNIX_NS)]
+ONE_HOST = [((gpu,), "a", gpu * 10**9, UNIX_NS + gpu * 10**9 + 20_000 * gpu) for gpu in range(4)]
+TWO_HOSTS = [((0, 1), "a", 0, UNIX_NS), ((2, 3), "b", -7 * 10**9, UNIX_NS - 7 * 10**9 + 2_500_000)]
+
+
+@pytest.mark.parametrize("files", [ONE_FILE, ONE_HOST, TWO_HOSTS], ids=["one file", "one host", "two hosts"])
+def test_stages_of_a_pipeline_that_use_one_stream_are_found_by_what_each_two_exchange(tmp_path, files):
+    """Stage 3 takes 4 ms for each forward, the others 3 ms; clocks of files are 20 us, those of hosts 2.5 ms apart."""
+    trace = Trace.open(pipeline_exports(tmp_path, pipeline([3e6, 3e6, 3e6, 4e6], 16), files))
+    groups = trace.table("groups").collect()
+    assert sorted(groups["members"].unique()) == ["0,1", "1,2", "2,3"]
+    assert "whose counterpart on another GPU is not in these exports" not in whys(trace)
+    report = diagnose(trace)
+    assert [(found.detector, found.ranks) for found in report.findings] == [("stage_imbalance", (3,))]
+
+
+def test_gpus_of_one_stage_that_keep_in_step_are_not_taken_for_those_that_it_exchanges_with(tmp_path):
+    """Each of three stages has two GPUs, which end what they exchange within some us of each other."""
+    files = [(tuple(range(6)), "a", 0, UNIX_NS)]
+    trace = Trace.open(pipeline_exports(tmp_path, pipeline([1e6] * 3, 8, lanes=2), files))
+    groups = trace.table("groups").collect()
+    assert sorted(groups["members"].unique()) == ["0,1", "0,2", "1,3", "2,3", "2,4", "3,5", "4,5"]
+
+
+def test_the_slow_gpu_of_a_stage_is_named_by_what_the_other_gpus_of_its_stage_take(tmp_path):
+    """Of the two GPUs of each of three stages, GPU 3 of stage 1 computes a third longer."""
+    files = [(tuple(range(6)), "a", 0, UNIX_NS)]
+    kernels = pipeline([2e6] * 3, 12, lanes=2, slow=(3,))
+    report = diagnose(Trace.open(pipeline_exports(tmp_path, kernels, files)))
+    assert [(finding.detector, finding.ranks) for finding in report.findings] == [("slow_rank", (3,))]
+
+
+@pytest.mark.parametrize(("microbatches", "found"), [(32, []), (4, ["pipeline_bubble"])])
+def test_a_pipeline_in_an_export_whose_stages_are_even_waits_by_design(tmp_path, microbatches, found):
+    trace = Trace.open(pipeline_exports(tmp_path, pipeline([2e6] * 4, microbatches), ONE_FILE))
+    report = diagnose(trace)
+    assert [finding.detector for finding in report.findings] == found
+
+
+def test_a_pipeline_of_which_a_stage_is_not_in_the_exports_has_no_groups(tmp_path):
+    """Stage 2 exchanges with stage 3 as often as with stage 1, and its kernels do not say with which."""
+    files = [((0, 1, 2), "a", 0, UNIX_NS)]
+    trace = Trace.open(pipeline_exports(tmp_path, pipeline([2e6] * 4, 8), files))
+    assert trace.table("groups").collect().is_empty()
+
+
+def test_what_ranges_of_nccl_say_of_sends_and_receives_names_the_other_gpu(tmp_path):
+    """Every second kernel of GPU 0 sends, and GPU 1 has no ranges."""
+    kernels = pipeline([2e6, 2e6], 8)
+    sent = [row for row in kernels[0] if row[5] == 4]
+    ranges = [(row[0] - 1_000, row[0] + 1_000, ("ncclSend", "ncclRecv")[number % 2]) for number, row in enumerate(sent)]
+    values = ", ".join(f"({begin}, {end}, 59, '{said}', {process(50) + 50})" for begin, end, said in ranges)
+    extra = "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER);"
+    extra += f"INSERT INTO NVTX_EVENTS VALUES {values};"
+    trace = Trace.open(pipeline_exports(tmp_path, kernels, [((0, 1), "a", 0, UNIX_NS)], extra=extra))
+    rows = (
+        trace.table("collectives").select("rank", "op", "peer").collect().sort("rank", "op").unique(maintain_order=True)
+    )
+    assert rows.rows() == [(0, "send", 1), (0, "recv", 1), (1, "send", 0), (1, "recv", 0)]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "op"), [("ncclDevKernel_SendRecv", "alltoall"), ("ncclDevKernel_Generic", "unknown")]
+)
+def test_what_several_gpus_exchange_at_once_is_an_all_to_all(tmp_path, kernel, op):
+    kernels = [(*row[:5], 4 if row[5] == 2 else 1) for row in all_reduces([((0, 1, 2, 3), 0)], late_ns=10**6, late=1)]
+    extra = f"INSERT INTO StringIds VALUES (4, '{kernel}');"
+    trace = Trace.open(nsight(tmp_path / "a.sqlite", kernels=kernels, extra=extra))
+    assert trace.table("groups").collect()["members"].unique().to_list() == ["0-3"]
+    assert trace.table("collectives").collect()["op"].unique().to_list() == [op]
+
+
 @pytest.mark.parametrize(
     ("hosts", "since", "nodes"),
     [

@@ -14,8 +14,7 @@ from rankscope.analysis.metrics.stragglers import Charged, charged, stragglers
 from rankscope.analysis.metrics.wait_attribution import delays
 from rankscope.analysis.model.kernels import COMMUNICATION, COMPUTE, MEMORY
 from rankscope.analysis.model.parts import IDLE_LABELS
-from rankscope.analysis.timeline.parallelism import may_be_stages
-from rankscope.collectors.schema import P2P_OPS
+from rankscope.analysis.timeline.parallelism import wait_by_design
 
 __all__ = ["charged_operations", "latecomer", "no_more_than_late", "nodes_by_rank", "places_of"]
 
@@ -32,7 +31,7 @@ def charged_operations(
     There ranks wait for their neighbours by design.
     """
     judged_ns = grid.step_ns * len(grid.steps)
-    if collectives["op"].is_in(P2P_OPS).any() or may_be_stages(collectives, judged_ns):
+    if wait_by_design(collectives, judged_ns):
         return None, []
     node_of = nodes_by_rank(ranks)
     units: dict[int, list[int]] = {}  # node -> rows of the grid

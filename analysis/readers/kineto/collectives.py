@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.model.kernels import device_work, kernel_op, op_said
+from rankscope.analysis.model.kernels import SEND_RECV, device_work, kernel_op, op_said
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.kineto.capture import MAX_WORLD, Calls, Capture, Ints, or_null
 from rankscope.analysis.readers.kineto.collective_metadata import metadata_of
@@ -38,7 +38,6 @@ _DTYPES = {
     "UInt32": ("unknown", 4),
     "UInt64": ("unknown", 8),
 }
-_BATCH = "SendRecv"  # in the name of the kernel
 
 
 def collective_rows(capture: Capture) -> Calls:
@@ -58,7 +57,7 @@ def collective_rows(capture: Capture) -> Calls:
     rows = {c: values[order] for c, values in rows.items()}
     launches = capture.launches.where(lambda values: np.isin(values, rows["correlation"]), "correlation")
     launch = _launch_of(launches["correlation"], rows["correlation"])
-    is_batch = np.array([_BATCH in name for name in capture.names], bool)[rows["name"]]
+    is_batch = np.array([SEND_RECV in name for name in capture.names], bool)[rows["name"]]
     said = metadata_of(capture, rows["row"], launches, launch, is_batch)
     rows, launch, meta = {c: values[said.kernel] for c, values in rows.items()}, launch[said.kernel], said.meta
     start, end = rows["ts"], rows["ts"] + rows["dur"]
