@@ -16,8 +16,7 @@ Where bytes show nothing, because they were not recorded or are padded, the comp
 in a step, without tiny ones, experts compute after the first, the third, and so on, forward and backward. A slow rank
 that computes longer there than the rest of its group, in nearly every step and clear of scatter, has popular experts if
 all of them compute as long elsewhere: the share by which any of them differs there is at most a quarter of that. It
-costs what the slow rank costs, as far as this explains it. Where an export does not name operations, those of more than
-two ranks are taken for all-to-alls.
+costs what the slow rank costs, as far as this explains it.
 
 **Why it costs time.** The tokens can only go back when every expert has done with its own, so a layer takes as long as
 its most popular expert. No machine is at fault, though the rank looks slow.

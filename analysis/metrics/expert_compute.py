@@ -76,11 +76,9 @@ def expert_compute(phases: pl.DataFrame, collectives: pl.DataFrame, steps: Seque
     """Return what experts compute, of each group whose ranks were all seen, in the steps that all of them have whole.
 
     Of a step's all-to-alls the first takes tokens to the experts, the next brings them back, and so on, forward and
-    backward: experts compute after the first, the third, … The tiny ones before them carry no tokens. Operations
-    without a name, of more than two ranks, are taken for all-to-alls: exports of Nsight do not distinguish these.
+    backward: experts compute after the first, the third, … The tiny ones before them carry no tokens.
     """
-    is_exchange = pl.col("op").is_in(ALL_TO_ALL_OPS) | ((pl.col("op") == "unknown") & (pl.col("group_size") > 2))
-    calls = collectives.filter(is_exchange, pl.col("step").is_in(steps))
+    calls = collectives.filter(pl.col("op").is_in(ALL_TO_ALL_OPS), pl.col("step").is_in(steps))
     is_tiny = pl.col("size_bytes").max().over("group", "seq") < _TINY * pl.col("size_bytes").max().over("group")
     calls = calls.filter(~is_tiny.fill_null(value=False))
     is_whole = (pl.len().over("group", "step", "seq") == pl.col("group_size")) & pl.col("end_ns").is_not_null()
