@@ -24,9 +24,9 @@ chance sooner than what one of them has. A node is slow if all of its ranks take
 are then analyzed without what their node takes longer.
 
 Where a profiler saw the devices, and a rank's host takes 1.5 times as long from call to call as the others, or longer,
-what it waits for input is its own time as well, unless that is more than twice as much as a host so slow explains.
-There the loss is no more than the time by which the rank began collectives after the
-second-last one; what others compute meanwhile is no loss. Captures of fewer than 5 steps, and longer ones whose steps
+its waits for input count as computing too, unless they are more than twice what a host so slow explains. There the
+loss is no more than the time by which the rank began collectives after the second-last one; what others compute
+meanwhile is no loss. Captures of fewer than 5 steps, and longer ones whose steps
 show no slow rank, are analyzed by single operations, but for those of pipelines: what each collective blocked the ranks
 for is charged to the rank that came last, or to the one for which that had waited. Where not all ranks of a group were
 recorded, it is charged to the last of those that were, less what held that one up in its step in communication that may
