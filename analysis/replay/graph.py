@@ -54,9 +54,7 @@ class Nodes:
     instance: NDArray[np.integer]  # `instance_id` of the collective that the node belongs to, -1: none
     start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
     end_ns: Ints
-    ahead_ns: Shorts | None = (
-        None  # how long before its start it was launched, on a device; -1: by a host. None: no devices
-    )
+    ahead_ns: Shorts | None = None  # how long before its start a device's was launched; -1: a host's
     parts: tuple[str, ...]
     labels: tuple[str, ...]
     origin_ns: int

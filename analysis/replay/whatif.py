@@ -316,12 +316,28 @@ class Rerun:
             for label in distinct(labels)[0]:
                 of_label = labels == label
                 some_nodes, step = nodes[of_label], graph.step[nodes[of_label]] - first
-                sections, span = distinct(self.section[some_nodes] * comparable[step])
+                alike = comparable & self._launch_alike(some_nodes, place[of_label], step, (len(ranks), calls.shape[1]))
+                sections, span = distinct(self.section[some_nodes] * alike[step])
                 shape = (len(ranks), calls.shape[1], len(sections))
                 at = (place[of_label] * shape[1] + step) * shape[2] + span
                 found.append((some_nodes, at, shape, bool(label >= 0 and may_wait(graph.labels[label]))))
             self._known_spans[rows] = found
         return self._known_spans[rows]
+
+    def _launch_alike(self, nodes: Ints, place: Ints, step: Ints, size: tuple[int, ...]) -> Bools:
+        """Say of each step whether all ranks launched as many of these nodes between the same operations.
+
+        They do not where several threads launch, in any order.
+        """
+        ahead = self.host.graph.ahead_ns
+        if ahead is None:
+            return np.ones(size[1], bool)
+        on_device = ahead[nodes] >= 0
+        nodes, place, step = nodes[on_device], place[on_device], step[on_device]
+        sections, span = distinct(self.section[nodes])
+        shape = (*size, len(sections))
+        counts = np.bincount((place * shape[1] + step) * shape[2] + span, minlength=math.prod(shape)).reshape(shape)
+        return np.asarray((counts == counts[:1]).all(axis=(0, 2)))
 
     @cached_property
     def _known_spans(self) -> dict[tuple[int, ...], list[tuple[Ints, Ints, tuple[int, int, int], bool]]]:

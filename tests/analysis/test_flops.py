@@ -67,7 +67,7 @@ def trace_of(folder, *, in_graph=()):
             add(
                 "kernel",
                 "nvjet_tst_NNN",
-                start + 500 + 2000 * product,
+                start + 100 + 2000 * product,
                 2000,
                 correlation=correlation,
                 stream=7,

@@ -297,7 +297,7 @@ def test_real_sets_that_are_absent_are_reported_and_not_counted(tmp_path):
 
 
 def test_parameters_that_are_gathered_when_their_layer_begins_are_named_and_prefetch_hides_them(tmp_path):
-    """FSDP on 4 ranks without prefetch. The same job with it is shorter by 31 %, of which reductions are a part."""
+    """FSDP on 4 ranks without prefetch. The same job is 31 % shorter with it, and with reductions that overlap."""
     capture = simulated(Case("exposed_communication", "loud", 3, 2, "tuning"))
     assert (capture.job.parallel, capture.job.ranks) == ("fsdp", 4)
     report = rankscope.diagnose(rankscope.open(write(capture, tmp_path / "capture")))
@@ -306,7 +306,7 @@ def test_parameters_that_are_gathered_when_their_layer_begins_are_named_and_pref
     assert "that no computation hides" in report.verdict
     gains = {fix.fix: fix.gain_fraction for fix in report.fixes}
     assert first.fix in gains
-    assert 0.10 < gains["prefetch:1"] < capture.truth.cost_fraction
+    assert gains["prefetch:1"] == pytest.approx(capture.truth.cost_fraction, abs=0.03)
 
 
 @pytest.mark.parametrize("seed", [1, 3])
