@@ -49,8 +49,8 @@ def within(rows, start_ns, end_ns):
 
 
 def test_waits_by_marks_are_those_of_kernels_within_three_percent_of_the_step(recorded):
-    """FSDP2 on two ranks, in the steps of its window: kernels of communication run, and no others. They differ by 5 ms at
-    most; the first step does not begin before its device is done with the step before, which marks show 65 ms behind."""
+    """FSDP2 on two ranks, in the steps of its window: kernels of communication run, and no others. They differ by 5 ms
+    at most; the first step begins when its device is done with the step before, which marks show 65 ms behind."""
     folder = recorded("h100-fsdp2")
     run, window = rankscope.open(folder), build_timeline(rankscope.open(folder / "window-0001"))
     marks = run.table("device_marks").collect().drop_nulls("device_ns").sort("rank", "recorded_ns")

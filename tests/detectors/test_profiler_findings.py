@@ -111,7 +111,7 @@ def test_what_hosts_cost_without_the_straggler_is_no_finding_where_it_may_be_cha
     """Rank 2 sleeps 20 ms per step. Without it the devices idle 28 ms per step for their hosts, give or take 30; 8 of
     them follow waits for the device in each step."""
     found = report("kineto/torchrec/sst_long_a2a_optimizer_3").findings
-    assert [(finding.detector, finding.ranks) for finding in found] == [("slow_rank", (2,)), ("host_sync", (0, 1, 2, 3))]
+    assert [(one.detector, one.ranks) for one in found] == [("slow_rank", (2,)), ("host_sync", (0, 1, 2, 3))]
 
 
 def test_one_rank_bound_by_its_loader_is_found_as_published():
