@@ -26,7 +26,7 @@ from rankscope.analysis.replay.communication import (
 from rankscope.analysis.replay.device_graph import BETWEEN, LAUNCH, device_graph, first_steps
 from rankscope.analysis.replay.fixes import SCHEDULES, VANISHING, Fix, refused
 from rankscope.analysis.replay.gradient_buckets import gradient_buckets, latency_and_rate, merged_buckets
-from rankscope.analysis.replay.graph import Changes, Floats, Ints, Shorts, operations_before, replay, replay_with
+from rankscope.analysis.replay.graph import Changes, Floats, Ints, Shorts, replay, replay_with
 from rankscope.analysis.replay.host_calls import may_wait
 from rankscope.analysis.replay.host_graph import HostGraph, before_steps, fidelity, graph_of, step_lengths
 from rankscope.analysis.replay.pipeline import (
@@ -39,6 +39,7 @@ from rankscope.analysis.replay.pipeline import (
 )
 from rankscope.analysis.replay.pipeline_plan import WhatIf, ends, ideal
 from rankscope.analysis.replay.protocol import Gain
+from rankscope.analysis.replay.sections import launched_alike, operations_before
 from rankscope.analysis.replay.wiring import NONE, Wiring, transfers, wiring
 from rankscope.analysis.runs.memory_budget import give_back
 from rankscope.analysis.text.message import text
@@ -316,28 +317,14 @@ class Rerun:
             for label in distinct(labels)[0]:
                 of_label = labels == label
                 some_nodes, step = nodes[of_label], graph.step[nodes[of_label]] - first
-                alike = comparable & self._launch_alike(some_nodes, place[of_label], step, (len(ranks), calls.shape[1]))
-                sections, span = distinct(self.section[some_nodes] * alike[step])
+                at = place[of_label] * calls.shape[1] + step
+                alike = launched_alike(graph, some_nodes, self.section, at, (len(ranks), calls.shape[1]))
+                sections, span = distinct(self.section[some_nodes] * (comparable & alike)[step])
                 shape = (len(ranks), calls.shape[1], len(sections))
-                at = (place[of_label] * shape[1] + step) * shape[2] + span
+                at = at * shape[2] + span
                 found.append((some_nodes, at, shape, bool(label >= 0 and may_wait(graph.labels[label]))))
             self._known_spans[rows] = found
         return self._known_spans[rows]
-
-    def _launch_alike(self, nodes: Ints, place: Ints, step: Ints, size: tuple[int, ...]) -> Bools:
-        """Say of each step whether all ranks launched as many of these nodes between the same operations.
-
-        They do not where several threads launch, in any order.
-        """
-        ahead = self.host.graph.ahead_ns
-        if ahead is None:
-            return np.ones(size[1], bool)
-        on_device = ahead[nodes] >= 0
-        nodes, place, step = nodes[on_device], place[on_device], step[on_device]
-        sections, span = distinct(self.section[nodes])
-        shape = (*size, len(sections))
-        counts = np.bincount((place * shape[1] + step) * shape[2] + span, minlength=math.prod(shape)).reshape(shape)
-        return np.asarray((counts == counts[:1]).all(axis=(0, 2)))
 
     @cached_property
     def _known_spans(self) -> dict[tuple[int, ...], list[tuple[Ints, Ints, tuple[int, int, int], bool]]]:
