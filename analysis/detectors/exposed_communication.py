@@ -81,9 +81,8 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(
     needs=("backward", "collectives"),
     cost="bounded",
-    bound=lambda finding: (
-        f"op:{finding.where}=0" if finding.where in OPS and finding.fix else None
-    ),  # no link is faster
+    # No link is faster.
+    bound=lambda finding: f"op:{finding.where}=0" if finding.where in OPS and finding.fix else None,
     has_other_fixes=True,  # faster links, fewer bytes
     waited_for=False,
     lost_as=AS_EXPOSED,

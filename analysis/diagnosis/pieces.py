@@ -31,6 +31,7 @@ from rankscope.analysis.metrics.step_matrix import Estimate, Floats, Ints, StepG
 from rankscope.analysis.metrics.uneven_pieces import pieces_of_steps, uneven_pieces
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.replay.fixes import Fix
+from rankscope.analysis.replay.pipeline import theory_fraction
 from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.parallelism import roles, roles_of, schedule
@@ -183,7 +184,7 @@ def bubbles(
     )
     if planned is not None:
         stages, microbatches = planned
-        share = percent((stages - 1) / (microbatches + stages - 1))
+        share = percent(theory_fraction(stages, microbatches))
         theory = plural(
             "With {number} microbatch on {stages} stages 1F1B idles {share} of its time.",
             "With {number} microbatches on {stages} stages 1F1B idles {share} of its time.",
@@ -230,7 +231,7 @@ def _of_bubbles(
     """
     grid, _ = _in_stages(breakdown, collectives, groups, regions)
     planned = schedule(groups, regions, collectives)
-    theory = 0.0 if planned is None else (planned[0] - 1) / (sum(planned) - 1)
+    theory = 0.0 if planned is None else theory_fraction(*planned)
     waits = grid.of("bubble") + grid.of("wait")
     waits += np.clip(theory * grid.step_ns - waits, 0, grid.of("unsplit"))
     least = waits[waits.mean(axis=1).argmin()]

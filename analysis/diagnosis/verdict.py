@@ -27,6 +27,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.model.money import cost_of, money_text
 from rankscope.analysis.model.spec import name_of
+from rankscope.analysis.replay.pipeline import theory_fraction
 from rankscope.analysis.text.message import joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
@@ -336,7 +337,7 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
             microbatches,
             number=microbatches,
             stages=stages,
-            share=percent((stages - 1) / (microbatches + stages - 1)),
+            share=percent(theory_fraction(stages, microbatches)),
         )
     if loss.kind == "queued":
         return text("; an Nsight Systems capture shows what the queued work waits for")
