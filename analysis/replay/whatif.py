@@ -78,14 +78,24 @@ class Rerun:
     role: Ints  # of the ranks in order; only ranks of one role do the same work
     stages: dict[int, int]  # rank -> its stage of the pipeline, where it has one only
     links: pl.DataFrame
-    buckets: (
-        pl.DataFrame
-    )  # of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced
+    timeline: Timeline  # of what is replayed
     lengths_ns: Floats  # of the rows of `host.steps`, as replayed with nothing changed
     judged: Bools
-    section: Shorts  # of each node: how many matched operations its rank had called in the step when it began
     earlier: Ints  # nodes before their rank's first step: no fix changes them, or it would begin sooner and be longer
-    operations: pl.DataFrame  # as `communication.operations` has them
+
+    @cached_property
+    def buckets(self) -> pl.DataFrame:
+        """Those of DDP's gradients: group_id, step, instance_id and size_bytes, in the order they are reduced."""
+        found = gradient_buckets(self.timeline)
+        return found.filter(transfers(self.host.graph, found["instance_id"].to_numpy()) != NONE)
+
+    @cached_property
+    def operations(self) -> pl.DataFrame:
+        return operations(self.timeline)
+
+    @cached_property
+    def section(self) -> Shorts:
+        return operations_before(self.host.graph)
 
     @property
     def step_ns(self) -> float:
@@ -566,7 +576,6 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
     nodes = dict(timeline.ranks.select("rank", "node").iter_rows())
     stages = roles(timeline.groups, timeline.regions, timeline.collectives)
     held = timeline.ops.select("rank", "stage").unique()
-    buckets = gradient_buckets(timeline)
     return Rerun(
         host=host,
         fidelity=fidelity(host),
@@ -574,12 +583,10 @@ def _host_rerun(timeline: Timeline, links: pl.DataFrame) -> Rerun:
         role=role_codes(stages, sorted(nodes)),
         stages=dict(held.filter(pl.len().over("rank") == 1).iter_rows()),
         links=links,
-        buckets=buckets.filter(transfers(host.graph, buckets["instance_id"].to_numpy()) != NONE),
+        timeline=timeline,
         lengths_ns=step_lengths(host, replay(host.graph, host.graph.duration_ns)),
         judged=host.steps["judged"].fill_null(False).to_numpy(),
-        section=operations_before(host.graph),
         earlier=before_steps(host),
-        operations=operations(timeline),
     )
 
 
