@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import spec_of
-from rankscope.analysis.metrics.step_matrix import StepGrid, step_grid, sums
+from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
 from rankscope.analysis.model.parts import QUEUED, UNSEEN
 
@@ -26,6 +27,8 @@ LOST = {  # kind -> the part of the breakdown
     "compile": "compile",
     "checkpoint": "checkpoint",
 }
+_FEW, _AT_MOST = 1 / 3, 5  # of the steps
+_NEARLY_ALL = 0.9  # of a loss
 _LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
 
 
@@ -52,7 +55,8 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
     rows = phases.filter(pl.col("part") == part)
     if kind in _LABEL:
         rows = rows.filter(pl.col("label") == _LABEL[kind])
-    of_rank = (sums(grid, rows, "ns") if kind in _LABEL else grid.of(part)).mean(axis=1)
+    lost = sums(grid, rows, "ns") if kind in _LABEL else grid.of(part)
+    of_rank = lost.mean(axis=1)
     least, most = int(of_rank.argmin()), int(of_rank.argmax())
     fraction = float(of_rank.mean()) / grid.step_ns
     causes = [finding for finding in roots if kind in (spec_of(finding.detector).lost_as or LOST)]
@@ -66,9 +70,17 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
         least_ns=round(float(of_rank[least])),
         most_rank=grid.ranks[most],
         most_ns=round(float(of_rank[most])),
+        steps=tuple(grid.steps[at] for at in _few(lost.mean(axis=0))),
         explained_by=tuple(dict.fromkeys(finding.detector for finding in causes)),
         unexplained_fraction=max(fraction - known - sum(finding.lost_fraction for finding in causes), 0.0),
     )
+
+
+def _few(of_step: Floats) -> list[int]:
+    """Return the steps that hold nearly all of a loss, where they are few: so that it may be none of every step."""
+    most = np.sort(np.argsort(-of_step, kind="stable")[: min(int(_FEW * len(of_step)), _AT_MOST)])
+    held = most[of_step[most] >= (1 - _NEARLY_ALL) * of_step.max(initial=0.0)]
+    return held.tolist() if of_step[held].sum() >= _NEARLY_ALL * of_step.sum() else []
 
 
 def lost_fraction(losses: Sequence[Loss]) -> float:

@@ -28,7 +28,7 @@ from rankscope.analysis.model.finding import (
 from rankscope.analysis.model.money import cost_of, money_text
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.replay.pipeline import theory_fraction
-from rankscope.analysis.text.message import joined, plural, text
+from rankscope.analysis.text.message import Text, joined, plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.analysis.timeline.code_samples import Code
@@ -117,7 +117,11 @@ def without_coarse(
 
 
 def _overlooked(loss: Loss) -> str:
-    return text("{loss} of the step for no known reason", loss=_unexplained_of(loss))
+    return _of_no_known_reason(_unexplained_of(loss))
+
+
+def _of_no_known_reason(loss: str) -> str:
+    return text("{loss} of the step for no known reason", loss=loss)
 
 
 def status_of(
@@ -201,7 +205,7 @@ def _of_analyzed(
     )
     is_unexplained = unexplained_fraction(losses) >= MUCH_LOST
     said = _overlooked(_least_explained(losses)) if is_unexplained else None  # in other words, the headline
-    unclear = remarks.unclear([check for check in not_checked if check.why != said])
+    unclear = remarks.unclear([_beside(said, check) for check in not_checked if check.why != said])
     more = joined("", (_by_schedule(seen), unclear if status != "green" else "", _remarks(seen), absent))
     if is_unexplained:
         return text("Unexplained: {loss}{more}.", loss=_unexplained(losses, seen, counts), more=more)
@@ -220,6 +224,14 @@ def _of_analyzed(
     return text(
         "No bottleneck above {limit} of the step in {counts}{more}.", limit=percent(largest), counts=counts, more=more
     )
+
+
+def _beside(said: str | None, check: NotChecked) -> NotChecked:
+    """Return the check, its reason without what the headline has `said`."""
+    known = check.why.values if isinstance(check.why, Text) else {}
+    if "limit" not in known or _of_no_known_reason(str(known.get("loss"))) != said:
+        return check
+    return replace(check, why=text("losses below {limit} are not detected", limit=known["limit"]))
 
 
 def _was_judged(healthy: Sequence[Healthy], losses: Sequence[Loss], seen: Seen) -> bool:
@@ -309,6 +321,8 @@ def _unexplained_of(loss: Loss) -> str:
 def _place(loss: Loss, ranks: int) -> str:
     """Return the rank that loses most of it or waits least, and where."""
     where = text(", most in {label}", label=loss.where) if loss.where else ""
+    if loss.steps:
+        where = joined("", (where, text(", nearly all of it in {steps}", steps=named("step", loss.steps))))
     if ranks < 2:
         return where
     least, most = duration(loss.least_ns), duration(loss.most_ns)
@@ -345,6 +359,8 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
         return text("; a capture with warm-up steps and with the host's calls holds the launches")
     if len(seen.ranks) < (seen.world_size or 0):
         return text("; captures of all ranks would show who causes it")
+    if loss.steps and seen.steps.count < _FEW:
+        return text("; a capture of {steps} steps on all ranks would show whether it recurs", steps=_FEW)
     if loss.kind == "idle":
         return text("; a capture with with_stack=True shows where the host is")
     if loss.kind == "communication":

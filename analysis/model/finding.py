@@ -134,7 +134,8 @@ class Loss:
     `kind` is "wait" (for peers), "bubble" (for a pipeline's neighbour), "idle" (the device waits for its host),
     "queued" (it idles though work is queued), "unseen" (it idles before work whose launch was not recorded),
     "communication" (exposed transfers), "unattributed" (communication that was not matched), "input", "gc", "compile"
-    or "checkpoint". `where` is the label that holds most of it. `least_rank` and `most_rank` lose the least and most.
+    or "checkpoint". `where` is the label that holds most of it; `steps` those that hold nearly all of it where they are
+    few, else empty. `least_rank` and `most_rank` lose the least and most.
     `unexplained_fraction` is what the findings, together, leave of `fraction`, and of a bubble the schedule, too.
     """
 
@@ -146,6 +147,7 @@ class Loss:
     least_ns: int
     most_rank: int
     most_ns: int
+    steps: tuple[int, ...] = ()
     explained_by: tuple[str, ...] = ()
     unexplained_fraction: float
 

@@ -97,7 +97,7 @@ _RANKS = {
     "gc": Shown(text("garbage collection"), "time"),
     "compile": Shown(text("compile"), "time"),
     "checkpoint": Shown(text("checkpoint"), "time"),
-    "host": Shown(text("host too slow"), "time"),
+    "host": Shown(text("host-bound"), "time"),
     "other": Shown(text("other"), "time"),
 }
 _DELAYS = {
