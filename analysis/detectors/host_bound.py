@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.device_lead import idle_at_most_ns, paced_by_host
+from rankscope.analysis.metrics.intervals import covered_ns
 from rankscope.analysis.metrics.launch_queue import launching, without_calls
 from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding, NotChecked
@@ -363,7 +364,7 @@ def _without_waits(beside: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame
     waits, frames = dict(by_rank(launches.filter("waits"))), [beside.clear()]
     for rank, rows in by_rank(beside.sort("rank", "start_ns")):
         start, end = (rows.select(of).to_series().to_numpy() for of in ("start_ns", _BEFORE_LAUNCH))
-        spent = _inside(start, end, waits[rank]) if rank in waits else np.zeros(len(rows))
+        spent = covered_ns(start, end, waits[rank]) if rank in waits else np.zeros(len(rows))
         frames.append(rows.with_columns(possible_ns=pl.col("possible_ns") - pl.Series(spent).cast(pl.Int64)))
     return pl.concat(frames)
 
@@ -383,7 +384,7 @@ def _causes(gaps: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame) -
     for (rank,), of_rank in gaps.sort("start_ns").group_by("rank"):
         start, end = of_rank["start_ns"].to_numpy(), of_rank["end_ns"].to_numpy()
         mine = {key[0]: rows for key, rows in calls.filter(pl.col("rank") == rank).group_by("kind")}
-        covered = {kind: _inside(start, end, rows) for kind, rows in mine.items()}
+        covered = {kind: covered_ns(start, end, rows) for kind, rows in mine.items()}
         own = covered.get("memory", np.zeros(len(start)))
         spent["memory"] += own.sum()
         stalled = without_calls(of_rank.rename({"start_ns": "gap_ns", "end_ns": "next_ns"}), kernels, launches)
@@ -396,28 +397,6 @@ def _causes(gaps: pl.DataFrame, kernels: pl.DataFrame, launches: pl.DataFrame) -
         spent["other"] += (left[~drained] - launching).sum()
     total = sum(spent.values())
     return {cause: ns / total for cause, ns in spent.items()}
-
-
-def _inside(start: Floats, end: Floats, calls: pl.DataFrame) -> Floats:
-    """Return how much of each of these disjoint intervals, in order, lies in one of the calls."""
-    begin, done = _union(calls)
-    edges = np.concatenate([[0.0], np.cumsum(done - begin)])
-
-    def before(at: Floats) -> Floats:
-        index = np.searchsorted(begin, at, side="right")
-        over = np.where(index > 0, np.maximum(done[index - 1] - at, 0), 0)
-        return edges[index] - over
-
-    return before(end) - before(start)
-
-
-def _union(calls: pl.DataFrame) -> tuple[Floats, Floats]:
-    """Start and end of what the calls cover together, in order."""
-    ordered = calls.sort("start_ns")
-    begin, done = ordered["start_ns"].to_numpy(), ordered["end_ns"].to_numpy()
-    reached = np.maximum.accumulate(done)
-    new = np.concatenate([[True], begin[1:] > reached[:-1]])
-    return begin[new], np.concatenate([reached[:-1][new[1:]], reached[-1:]])
 
 
 def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> NDArray[np.bool_]:

@@ -32,6 +32,7 @@ from rankscope.analysis.metrics.step_matrix import (
     Floats,
     StepGrid,
     estimate,
+    nearly_all_in,
     over_occurrences,
     sums,
 )
@@ -105,6 +106,7 @@ def _of_calls(
     grid, costly, cost = _idle(breakdown, phases, kernels, launches)
     lost = loss_of_gaps(grid, costly, cost)
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
+        _check_once(grid, cost, min_fraction)
         return []
     ranks = grid.only(cost.mean(axis=1) >= lost.ns / 2).ranks
     costly = costly.filter(pl.col("rank").is_in(ranks))
@@ -130,6 +132,22 @@ def _of_calls(
             **price(grid, lost, lost.ns),
         )
     ]
+
+
+def _check_once(grid: StepGrid, cost: Floats, min_fraction: float) -> None:
+    """Not resolvable where that much is lost in few of the steps: whether it comes back is not known."""
+    of_step = cost.max(axis=0)
+    once = nearly_all_in(of_step)
+    if once and of_step.mean() >= min_fraction * grid.step_ns:
+        raise NotResolvable(
+            text(
+                "the host asks the driver for memory for {lost} of the mean step, nearly all of it in {steps}, and a "
+                "longer capture would show whether it recurs",
+                lost=duration(float(of_step.mean())),
+                steps=named("step", [grid.steps[at] for at in once]),
+            ),
+            unclear=True,
+        )
 
 
 def _idle(

@@ -81,7 +81,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         )
         for finding in judged.findings
     )
-    losses = losses_of(tables["breakdown"], tables["phases"], findings, seen.scheduled)
+    losses = losses_of(tables["breakdown"], tables["phases"], tables["launches"], findings, seen.scheduled)
     healthy, too_coarse = without_coarse(judged.healthy, losses, seen.steps)
     not_checked = [*judged.not_checked, *too_coarse]
     fixes, fidelity = judged.fixes()

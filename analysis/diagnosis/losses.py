@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import spec_of
-from rankscope.analysis.metrics.step_matrix import Floats, StepGrid, step_grid, sums
+from rankscope.analysis.metrics.intervals import covered_ns
+from rankscope.analysis.metrics.step_matrix import StepGrid, nearly_all_in, step_grid, sums
 from rankscope.analysis.model.finding import Finding, Loss
 from rankscope.analysis.model.parts import QUEUED, UNSEEN
+from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = ["LOST", "losses_of", "lost_fraction", "unexplained_fraction"]
 
@@ -27,18 +29,21 @@ LOST = {  # kind -> the part of the breakdown
     "compile": "compile",
     "checkpoint": "checkpoint",
 }
-_FEW, _AT_MOST = 1 / 3, 5  # of the steps
-_NEARLY_ALL = 0.9  # of a loss
+_MUCH = 1 / 3  # of the devices' idle time: a call that takes more is said
 _LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
 
 
 def losses_of(
-    breakdown: pl.DataFrame, phases: pl.DataFrame, findings: Sequence[Finding], scheduled: float = 0.0
+    breakdown: pl.DataFrame,
+    phases: pl.DataFrame,
+    launches: pl.DataFrame,
+    findings: Sequence[Finding],
+    scheduled: float = 0.0,
 ) -> tuple[Loss, ...]:
     """Return the losses of the mean step, the largest first, each with what the `findings` leave unexplained.
 
     A finding that follows from another one explains nothing besides it. `scheduled` is the share of the step that the
-    schedule of a pipeline needs as its bubble.
+    schedule of a pipeline needs as its bubble. While a device waits for its host, `launches` say which call it makes.
     """
     grid = step_grid(breakdown)
     if not grid.steps or not grid.step_ns:
@@ -47,7 +52,24 @@ def losses_of(
     lengths = phases.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     known = {"bubble": scheduled}
     found = [_loss(kind, grid, lengths, roots, known.get(kind, 0.0)) for kind in LOST if grid.of(LOST[kind]).any()]
+    call = _call_in(lengths.filter(pl.col("part") == LOST["idle"]), launches)
+    found = [replace(loss, call=call) if loss.kind == "idle" else loss for loss in found]
     return tuple(sorted((loss for loss in found if loss.most_ns), key=lambda loss: -loss.fraction))
+
+
+def _call_in(gaps: pl.DataFrame, launches: pl.DataFrame) -> str:
+    """Return the runtime call that takes most of these gaps' time, if it takes much of it; else an empty name."""
+    total_ns, by_name = int(gaps["ns"].sum()), launches.select("rank", "name", "start_ns", "end_ns")
+    lasts = by_name.group_by("name").agg(ns=(pl.col("end_ns") - pl.col("start_ns")).sum())
+    covered = dict.fromkeys(lasts.filter(pl.col("ns") > _MUCH * total_ns)["name"].sort(), 0.0)
+    of_rank = dict(by_rank(gaps.sort("rank", "start_ns")))
+    for rank, calls in by_rank(by_name.filter(pl.col("name").is_in([*covered])).sort("rank", "start_ns")):
+        if rank in of_rank:
+            start, end = (of_rank[rank][column].to_numpy() for column in ("start_ns", "end_ns"))
+            for (name,), rows in calls.group_by("name"):
+                covered[str(name)] += float(covered_ns(start, end, rows).sum())
+    most = max(covered, key=lambda name: covered[name], default="")
+    return most if most and covered[most] > _MUCH * total_ns else ""
 
 
 def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding], known: float) -> Loss:
@@ -70,17 +92,10 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
         least_ns=round(float(of_rank[least])),
         most_rank=grid.ranks[most],
         most_ns=round(float(of_rank[most])),
-        steps=tuple(grid.steps[at] for at in _few(lost.mean(axis=0))),
+        steps=tuple(grid.steps[at] for at in nearly_all_in(lost.mean(axis=0))),
         explained_by=tuple(dict.fromkeys(finding.detector for finding in causes)),
         unexplained_fraction=max(fraction - known - sum(finding.lost_fraction for finding in causes), 0.0),
     )
-
-
-def _few(of_step: Floats) -> list[int]:
-    """Return the steps that hold nearly all of a loss, where they are few: so that it may be none of every step."""
-    most = np.sort(np.argsort(-of_step, kind="stable")[: min(int(_FEW * len(of_step)), _AT_MOST)])
-    held = most[of_step[most] >= (1 - _NEARLY_ALL) * of_step.max(initial=0.0)]
-    return held.tolist() if of_step[held].sum() >= _NEARLY_ALL * of_step.sum() else []
 
 
 def lost_fraction(losses: Sequence[Loss]) -> float:

@@ -213,7 +213,7 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
         share = gain.gain_ns / finding.lost_ns_per_step
         finding = replace(finding, **_cost(finding, share, gain.uncertainty_ns))
     error = gain.uncertainty_ns / run.step_ns
-    saves = finding.lost_fraction if fixes_more(gain, finding) else max(gain.gain_ns, 0.0) / run.step_ns
+    saves = min(max(gain.gain_ns, 0.0) / run.step_ns, finding.lost_fraction)  # what it brings beyond is of other things
     return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)
 
 

@@ -194,7 +194,11 @@ def _of_analyzed(
     absent = _absent(seen)
     if findings:
         headline = _headline(findings, seen)
-        return text("{headline}{absent}.", headline=joined("", (headline, _besides(findings, losses))), absent=absent)
+        return text(
+            "{headline}{absent}.",
+            headline=joined("", (headline, _besides(findings, losses, len(seen.ranks)))),
+            absent=absent,
+        )
     if not _was_judged(healthy, losses, seen):
         return _cannot_judge(healthy, not_checked, seen, absent)
     status = status_of(findings, healthy, not_checked, losses, seen)
@@ -320,7 +324,8 @@ def _unexplained_of(loss: Loss) -> str:
 
 def _place(loss: Loss, ranks: int) -> str:
     """Return the rank that loses most of it or waits least, and where."""
-    where = text(", most in {label}", label=loss.where) if loss.where else ""
+    label = f"{loss.where} ({loss.call})" if loss.where and loss.call else loss.where or loss.call
+    where = text(", most in {label}", label=label) if label else ""
     if loss.steps:
         where = joined("", (where, text(", nearly all of it in {steps}", steps=named("step", loss.steps))))
     if ranks < 2:
@@ -361,7 +366,7 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
         return text("; captures of all ranks would show who causes it")
     if loss.steps and seen.steps.count < _FEW:
         return text("; a capture of {steps} steps on all ranks would show whether it recurs", steps=_FEW)
-    if loss.kind == "idle":
+    if loss.kind == "idle" and not loss.call:
         return text("; a capture with with_stack=True shows where the host is")
     if loss.kind == "communication":
         return text("; NCCL's profiler plugin shows whether a link or a rank is slow")
@@ -370,14 +375,15 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
     return text("; recording with rankscope run shows what ranks do meanwhile")
 
 
-def _besides(findings: Sequence[Finding], losses: Sequence[Loss]) -> str:
+def _besides(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> str:
     """Return the largest loss that the findings do not explain, where it is much."""
     left = max(losses, key=lambda loss: loss.unexplained_fraction, default=None)
     if left is None or left.unexplained_fraction < max(MUCH_LOST, findings[0].lost_fraction):
         return ""
     if not findings[0].lost_ns_per_step:
         return ""
-    return text("; unexplained: {loss} of the step", loss=_unexplained_of(left))
+    said = text("; unexplained: {loss} of the step", loss=_unexplained_of(left))
+    return joined("", (said, _place(left, ranks)))
 
 
 def _absent(seen: Seen) -> str:

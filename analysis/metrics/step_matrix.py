@@ -35,6 +35,7 @@ __all__ = [
     "estimates",
     "gain_ns",
     "lasting_half_widths",
+    "nearly_all_in",
     "own_by_label",
     "robust_deviation",
     "step_grid",
@@ -43,6 +44,7 @@ __all__ = [
 
 ENOUGH_STEPS = 5  # to compare steps with each other
 _AGREEING_STEPS = 3
+_FEW_STEPS, _NEARLY_ALL = 5, 0.9  # that are named as those of a loss; share of it that they hold
 TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
 _T_95 = (
@@ -255,6 +257,14 @@ def estimate_of_operations(values: Floats, steps: int) -> Estimate:
     total = float(values.sum())
     scatter = 1.96 * float(values.std(ddof=1)) * len(values) ** 0.5 if len(values) > 1 else abs(total)
     return Estimate(total / steps, scatter / steps)
+
+
+def nearly_all_in(of_step: Floats) -> list[int]:
+    """Return the places of the steps that hold nearly all of a loss; none where these are not few."""
+    most = np.sort(np.argsort(-of_step, kind="stable")[: min(len(of_step) // 3, _FEW_STEPS)])
+    held = most[of_step[most] >= (1 - _NEARLY_ALL) * of_step.max(initial=0.0)]
+    places: list[int] = held.tolist() if of_step[held].sum() >= _NEARLY_ALL * of_step.sum() else []
+    return places
 
 
 def lasting_half_widths(values: Floats, trim: float = 0.0) -> Floats:

@@ -6,13 +6,21 @@ import re
 
 from rankscope.collectors.schema import WINDOW_STEP
 
-__all__ = ["STEP", "TRAINS", "compiles", "range_kind"]
+__all__ = ["STEP", "TRAINS", "compiles", "range_kind", "without_hash"]
 
 _KINDS = {"Optimizer.step": "optimizer", "enumerate(DataLoader)": "input"}  # by how the name begins
 # Of a range of the script's own that is a step.
 STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-]*\d*$|^ProfilerStep#\d+$"
 TRAINS = tuple(_KINDS)  # how names begin of what only the thread that trains does
 _LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.escape(WINDOW_STEP))
+
+_COMPILED = re.compile(r"^## Call (CompiledFxGraph) \w+ ##$")
+
+
+def without_hash(name: str) -> str:
+    """Return the name without the hash of compiled code: each rank has another one, and none could be compared."""
+    compiled = _COMPILED.match(name)
+    return compiled[1] if compiled else name
 
 
 def compiles(name: str) -> bool:

@@ -135,7 +135,8 @@ class Loss:
     "queued" (it idles though work is queued), "unseen" (it idles before work whose launch was not recorded),
     "communication" (exposed transfers), "unattributed" (communication that was not matched), "input", "gc", "compile"
     or "checkpoint". `where` is the label that holds most of it; `steps` those that hold nearly all of it where they are
-    few, else empty. `least_rank` and `most_rank` lose the least and most.
+    few, else empty. `call` is what the host calls meanwhile, if that is mostly one. `least_rank` and `most_rank` lose
+    the least and most.
     `unexplained_fraction` is what the findings, together, leave of `fraction`, and of a bubble the schedule, too.
     """
 
@@ -148,6 +149,7 @@ class Loss:
     most_rank: int
     most_ns: int
     steps: tuple[int, ...] = ()
+    call: str = ""
     explained_by: tuple[str, ...] = ()
     unexplained_fraction: float
 

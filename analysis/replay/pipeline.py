@@ -61,6 +61,7 @@ EXCESS = (
     *(text("waiting for what is not recorded"), text("late transfers"), TRANSFERS),
     *(text("microbatches of unequal length"), text("stages of unequal length")),
 )
+_HEAVIER = 1.02  # times as much computing as any other stage: it has the most work
 _WORTH_SAYING = 0.001
 _COMPUTES = (*COMPUTES, "gc", OPTIMIZER)
 _MOST_PLACES, _MOST_PLACES_OF_AN_OP = 1 << 20, 64  # of operations in steps; where steps are alike there are as many
@@ -446,9 +447,15 @@ def measured_pipeline(ops: pl.DataFrame) -> tuple[Pipeline, Floats]:
         bubble=bubble,
         busiest_stage=busiest,
         excess=excess,
-        explanation=_explanation(name, theory, bubble, busiest, excess),
+        explanation=_explanation(name, theory, bubble, busiest, excess, is_heaviest=_is_heaviest(grid, order, busiest)),
     )
     return found, longer
+
+
+def _is_heaviest(grid: OpGrid, order: Mapping[int, Sequence[int]], stage: int) -> bool:
+    """Say whether most replicas of the stage compute longer than those of the others, and not only a slow one."""
+    took = {s: float(np.median((grid.end_ns - grid.start_ns)[ops].sum(axis=0))) for s, ops in order.items()}
+    return all(took[stage] > _HEAVIER * ns for s, ns in took.items() if s != stage)
 
 
 def _span(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> Floats:
@@ -483,13 +490,21 @@ def _without_excess(grid: OpGrid, order: Mapping[int, Sequence[int]]) -> list[Fl
 
 
 def _explanation(
-    name: str, theory: float | None, bubble: Mapping[int, float], busiest: int, excess: Mapping[str, float]
+    name: str,
+    theory: float | None,
+    bubble: Mapping[int, float],
+    busiest: int,
+    excess: Mapping[str, float],
+    *,
+    is_heaviest: bool,
 ) -> str:
     """Return the parts of the bubble, in a sentence or two."""
     share = bubble[busiest]
-    others = sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1)
-    more = text(
-        "the others idle {others}, since stage {stage} has the most work", others=percent(others), stage=busiest
+    others = percent(sum(idle for stage, idle in bubble.items() if stage != busiest) / (len(bubble) - 1))
+    more = (
+        text("the others idle {others}, since stage {stage} has the most work", others=others, stage=busiest)
+        if is_heaviest
+        else text("the others idle {others}", others=others)
     )
     if theory is None:
         return text(

@@ -160,9 +160,7 @@ class Rerun:
         found += [f"op:{op}=0" for op in self._operations()]
         found += [part for part in VANISHING if graph.parts.index(part) in parts]
         exposed = self.operations.filter(pl.col("exposed_ns") > 0, ~pl.col("is_edge"))
-        found += [
-            f"overlap:{sort}:{op}" for sort, op in exposed.select("sort", "op").unique().sort("sort", "op").rows()
-        ]
+        found += [f"overlap:{sort}:{op}" for sort, op in sorted({*exposed.select("sort", "op").iter_rows()})]
         replayed = ("prefetch:1", "reshard:off", *self._other_buckets())
         found += [fix for fix in replayed if not fix.startswith(without) and self._allows(Fix.parse(fix))]
         return tuple(found)

@@ -57,6 +57,7 @@ _ENGLISH: dict[str, str] = {
     "finding.gain.no_fix": "there is no fix that could be replayed",
     "finding.gain.value": "a fix would make a step about {0} shorter ({1})",
     "finding.gain.both": ", and {0} ({1}) with {2} as well",
+    "finding.gain.less": ", less than it costs, since other ranks or other work then hold the job up",
     "finding.gain.replayed": ", by a replay; see rankscope whatif --fix {0}",
     "finding.gain.more": ", all that it costs; rankscope whatif --fix {0} predicts {1}, as it fixes more",
     "finding.advice": "advice",

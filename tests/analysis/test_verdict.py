@@ -36,6 +36,9 @@ def test_losses_are_the_breakdowns_and_sum_over_ranks_to_its_parts():
     assert (wait.explained_by, wait.unexplained_fraction) == (("slow_rank",), 0)
 
 
+CALLS = pl.DataFrame(schema={"rank": pl.Int64, "name": pl.String, "start_ns": pl.Int64, "end_ns": pl.Int64})
+
+
 def test_devices_that_idle_with_work_queued_lose_it_and_short_gaps_between_kernels_do_not():
     spans = (
         ("compute", "no region", 0, 20),
@@ -47,12 +50,36 @@ def test_devices_that_idle_with_work_queued_lose_it_and_short_gaps_between_kerne
     rows = [(0, 0, *span) for span in spans]
     phases = pl.DataFrame(rows, ["rank", "step", "part", "label", "start_ns", "end_ns"], orient="row")
     length = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
-    losses = losses_of(phases.group_by("rank", "step", "part").agg(length), phases, ())
+    losses = losses_of(phases.group_by("rank", "step", "part").agg(length), phases, CALLS.clear(), ())
     assert [(loss.kind, loss.fraction) for loss in losses] == [
         ("queued", pytest.approx(0.55)),
         ("unattributed", pytest.approx(0.15)),
         ("unseen", pytest.approx(0.08)),
     ]
+
+
+def idle_in(*idle_ns):
+    """Return the loss of a device that waits so long for its host in each step of 100 ns, where cudaFree takes 60 %."""
+    rows, calls = [], []
+    for number, idle in enumerate(idle_ns):
+        begin = 100 * number
+        rows += [
+            (0, number, "host", "aten::cat", begin, begin + idle),
+            (0, number, "compute", "no region", begin + idle, begin + 100),
+        ]
+        calls += [("cudaFree", begin - 5, begin + 6 * idle // 10), ("cudaLaunchKernel", begin + 90, begin + 99)]
+    columns = ["rank", "step", "part", "label", "start_ns", "end_ns"]
+    phases = pl.DataFrame([row for row in rows if row[5] > row[4]], columns, orient="row")
+    length = (pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns")
+    launches = pl.DataFrame(calls, ["name", "start_ns", "end_ns"], orient="row").with_columns(rank=0)
+    (loss,) = losses_of(phases.group_by("rank", "step", "part").agg(length), phases, launches, ())
+    return loss
+
+
+def test_a_loss_says_the_call_that_takes_most_of_it_and_the_few_steps_that_hold_it():
+    once, always = idle_in(80, 2, 2, 0, 0, 0), idle_in(30, 30, 20, 30, 20, 30)
+    assert (once.where, once.call, once.steps) == ("aten::cat", "cudaFree", (0,))
+    assert (always.where, always.call, always.steps) == ("aten::cat", "cudaFree", ())
 
 
 def test_no_bottleneck_only_where_little_is_lost_and_little_could_be_overlooked(even):
@@ -139,7 +166,7 @@ def test_what_a_finding_explains_of_a_loss_is_not_called_unexplained():
     )
     partly = replace(wait, fraction=0.25 + finding.lost_fraction, unexplained_fraction=0.25)
     verdict = verdict_of([finding], [], [], [partly], seen)
-    assert verdict.endswith("; unexplained: wait for peers takes 25.0 % of the step.")
+    assert "; unexplained: wait for peers takes 25.0 % of the step, most in allreduce (rank 1 waits" in verdict
 
 
 def test_what_a_pipelines_schedule_takes_by_itself_is_said_of_a_capture(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.model.annotations import without_hash
 from rankscope.analysis.readers.kineto.groups import Groups
 from rankscope.analysis.readers.spill_file import Rows
 from rankscope.analysis.text.message import text
@@ -47,7 +48,8 @@ class Capture:
     calls: Calls = field(init=False)  # of NCCL or RCCL
 
     def __post_init__(self) -> None:
-        """Note the groups that the metadata name."""
+        """Note the groups that the metadata name, and name alike on all ranks what runs on all."""
+        self.names = [without_hash(name) for name in self.names]
         self.groups = Groups(self.distributed, self.device.first_ns if len(self.device) else 0)
 
     def text(self, codes: Ints) -> pl.Series:
