@@ -21,7 +21,7 @@ from rankscope.analysis.model.finding import (
 )
 from rankscope.analysis.replay.fixes import together
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
-from rankscope.analysis.replay.sweep import fixes_more, sweep
+from rankscope.analysis.replay.sweep import fixes_more, is_apart, sweep
 from rankscope.analysis.replay.whatif import rerun
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import named
@@ -213,7 +213,9 @@ def _with_gain(finding: Finding, run: Replay) -> Finding:
         share = gain.gain_ns / finding.lost_ns_per_step
         finding = replace(finding, **_cost(finding, share, gain.uncertainty_ns))
     error = gain.uncertainty_ns / run.step_ns
-    saves = min(max(gain.gain_ns, 0.0) / run.step_ns, finding.lost_fraction)  # what it brings beyond is of other things
+    saves = max(gain.gain_ns, 0.0) / run.step_ns
+    if is_apart(gain, finding):  # what it brings beyond the cost is of other things
+        saves = min(saves, finding.lost_fraction)
     return replace(finding, gain_fraction=saves, gain_uncertainty_fraction=error)
 
 

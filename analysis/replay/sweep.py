@@ -26,7 +26,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.text.progress import told
 from rankscope.errors import BadFix
 
-__all__ = ["fixes_more", "sweep"]
+__all__ = ["fixes_more", "is_apart", "sweep"]
 
 _TRIED = 4  # ranks, nodes and stages each; a replay takes about a hundredth of the report's time
 _LISTED = 8
@@ -97,6 +97,11 @@ def _differs(gain: Gain, finding: Finding) -> bool:
     return apart_ns > max(finding.uncertainty_ns, gain.uncertainty_ns)
 
 
+def is_apart(gain: Gain, finding: Finding) -> bool:
+    """Say whether a finding's cost is shown beside what its fix brings: they differ clearly, or much."""
+    return _contradicts(gain, finding) or _differs(gain, finding)
+
+
 def _contradicts(gain: Gain, finding: Finding) -> bool:
     cost_ns, gain_ns = finding.lost_ns_per_step, max(gain.gain_ns, 0.0)
     return cost_ns > _DISAGREE * gain_ns or gain_ns > _DISAGREE * cost_ns
@@ -104,7 +109,7 @@ def _contradicts(gain: Gain, finding: Finding) -> bool:
 
 def _row(gain: Gain, step_ns: float, finding: Finding | None) -> PredictedFix:
     gain_ns = max(gain.gain_ns, 0.0)
-    differs = finding is not None and (_contradicts(gain, finding) or _differs(gain, finding))
+    differs = finding is not None and is_apart(gain, finding)
     return PredictedFix(
         fix=" + ".join(gain.fixes),
         step_ns=round(step_ns - gain_ns),
