@@ -27,7 +27,7 @@ checkpoint. There is no cost per step; `lost_fraction` is 1.
 it is recognized: where a rank began or ended an operation in the 10 s before, only a desync is reported. A copy without
 the date is not. Where a rank died first the others wait for it, and that is `rank_failure`. A state that was saved but
 cannot be read says nothing: no rank is named for it. A rank that left no state is named only where nothing else
-explains the hang, and then at the level likely, with severity medium.
+explains the hang, and then at the level likely, with severity medium; and not where those of most ranks are missing.
 
 **What to try.** Look at the stacks of the named ranks (`rankscope trigger RUN --stacks`), their kernel log and device
 errors, and at what RAS said (`run/ras.txt`). If the host has nothing outstanding: data loading, checkpointing, a lock,
@@ -189,7 +189,25 @@ def _explained(state: _State) -> list[Finding]:
         raise NotResolvable(
             text("the state of {ranks} could not be read, and others may wait there", ranks=named("rank", damaged))
         )
+    _check_most_are_here(state, unsure)
     return _root_causes(state, waits | unsure, ())
+
+
+def _check_most_are_here(state: _State, unsure: Mapping[int, frozenset[int]]) -> None:
+    """Not resolvable where the states of most ranks are missing: more likely they were not given than not left."""
+    members = frozenset[int]().union(*state.members.values())
+    if 2 * len(state.counts) <= len(members):
+        raise NotResolvable(
+            text(
+                "{ranks} may wait for {others}, and the states of {given} of {members} ranks were given: give "
+                "those of all",
+                ranks=named("rank", sorted(unsure)),
+                others=named("rank", sorted(frozenset[int]().union(*unsure.values()))),
+                given=len(state.counts),
+                members=len(members),
+            ),
+            unclear=True,
+        )
 
 
 def _is_absent_for(state: _State, other: int, rank: int) -> bool:

@@ -340,6 +340,15 @@ def test_real_hang_with_a_damaged_or_missing_dump_names_the_same_ranks(tmp_path,
 
 
 @pytest.mark.needs_data
+def test_of_a_dump_alone_no_rank_is_named_but_the_others_dumps_are_asked_for():
+    report = diagnose(Trace.open(NVRX / "gpu_error_2nd" / "_dump_9"))
+    assert report.findings == ()
+    assert report.verdict.startswith(
+        "No verdict: rank 9 may wait for ranks 8,10,11, and the states of 1 of 16 ranks were given: give those of all"
+    )
+
+
+@pytest.mark.needs_data
 @pytest.mark.parametrize(("run", "title"), [("lock_gil_1st", "do not reach"), ("gpu_error_2nd", "do not finish")])
 def test_real_hangs_name_the_ranks_with_the_injected_fault(run, title):
     """`fault_injection.log` says ranks 9 and 14; the neighbours in the pipeline are behind too, and are not named."""
