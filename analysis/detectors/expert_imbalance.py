@@ -65,6 +65,7 @@ detector = Detector(
 )
 
 _AMONG_MOST = 0.5  # of the largest excess, above which a rank is one of those that get more
+_MOSTLY = 0.5  # of what a slow rank costs: what its experts compute longer, if they are the cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ def _by_compute(
             continue
         longer_ns = sum(ns for ns, _ in hot.values()) / len(hot)
         share = min(1.0, longer_ns / slow.lost_ns_per_step)
-        if share * slow.lost_fraction >= min_fraction:
+        if share >= _MOSTLY and share * slow.lost_fraction >= min_fraction:
             found.append(_hot(slow, share, longer_ns, [group for _, group in hot.values()]))
     return found
 

@@ -97,7 +97,8 @@ _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 _IN_OTHERS = 1 / 3  # of the mean loss
 # Groups whose results the next operator needs, or may need.
-_INLINE = ("tensor", "expert", "exchange", "pipeline", "unknown")
+_STAGES = "pipeline"
+_INLINE = ("tensor", "expert", "exchange", _STAGES, "unknown")
 _KINDS = {
     "data": text("data parallelism"),
     "sharded": text("sharded parameters"),
@@ -176,7 +177,7 @@ def detect(
             least_ns = fraction * grid.step_ns
             elsewhere_ns = sum(f.lost_ns_per_step for f in slow if not f.groups or set(f.groups) & set(one.groups))
             lost = one.lost(elsewhere_ns)
-            if lost.clear and lost.ns >= least_ns and one.is_bound and one.op == P2P:
+            if lost.clear and lost.ns >= least_ns and one.is_bound and (one.op == P2P or one.kind == _STAGES):
                 open_ns = max(open_ns, lost.ns)
             elif lost.clear and lost.ns >= least_ns:
                 costly.append((one, lost))

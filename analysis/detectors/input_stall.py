@@ -1,8 +1,8 @@
 """Ranks wait for their next batch.
 
 **Signal.** The input part of the step: the main thread is inside the data loader's `next()`. Ranks stand out when
-they spend `min_fraction` of the step more there than the median of their peers; all ranks of a node, or those that
-stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
+they spend `min_fraction` of the step more there than the median of their peers, and twice as long; all ranks of a node,
+or those that stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
 that are named together. Loaders with workers are ahead, so that slow ones make a rank wait in some steps only, and with
 luck in none: where three ranks or more wait as long now and then, what they share is named, their node or all ranks.
 A device waits for a batch only when it has done its work. If all have to, the one that is behind does, and the others
@@ -84,7 +84,12 @@ def _found(
     grid: StepGrid, waited: Floats, regions: pl.DataFrame, nodes: list[list[int]], least_ns: float
 ) -> list[Finding]:
     excess = above_peers(waited)
-    apart = [rows for rows in _alike(excess, nodes) if _longest(excess[rows]).mean() >= least_ns]
+    usual_ns = (waited - excess).mean(axis=1)  # their peers'
+    apart = [
+        rows
+        for rows in _alike(excess, nodes)
+        if _longest(excess[rows]).mean() >= least_ns and excess[rows].mean() >= usual_ns[rows].mean()
+    ]
     if apart and 2 * sum(map(len, apart)) <= len(waited):
         shared = _shared(waited, sorted(row for rows in apart for row in rows), least_ns, nodes)
         sets = [shared] if shared else _loading_as_long(apart, waited, grid, regions)

@@ -193,24 +193,25 @@ def with_gains(findings: tuple[Finding, ...], measure: Measure) -> tuple[tuple[F
     """Return the findings with what their fixes bring in a replay, and how far the replay can be trusted.
 
     A finding without a fix keeps what its detector says. One of late ranks, of which the waits give the least cost,
-    costs what its fix brings if that is more, beyond the error.
+    costs what its fix brings if that is more, beyond the error; and what is the cause of a part of it, that part of it.
     """
     if not any(finding.fix for finding in findings):
         return findings, None
     run = measure()
     if isinstance(run, Unreplayable):
         return tuple(replace(f, gain_why=run.reason) if f.fix else f for f in findings), None
-    return tuple(_with_gain(f, run) if f.fix else f for f in findings), run.fidelity
+    late = {f.fix: f for f in findings if f.chance is not None and spec_of(f.detector).cost != "measured"}
+    return tuple(_with_gain(f, run, late.get(f.fix, f)) if f.fix else f for f in findings), run.fidelity
 
 
-def _with_gain(finding: Finding, run: Replay) -> Finding:
+def _with_gain(finding: Finding, run: Replay, late: Finding) -> Finding:
     assert finding.fix is not None
     try:
         gain = run.gain(finding.fix)
     except BadFix:
         return replace(finding, gain_why=text("this run cannot be replayed with {fix}", fix=finding.fix))
-    if finding.chance is not None and fixes_more(gain, finding):
-        share = gain.gain_ns / finding.lost_ns_per_step
+    if finding.chance is not None and fixes_more(gain, late):
+        share = gain.gain_ns / late.lost_ns_per_step
         finding = replace(finding, **_cost(finding, share, gain.uncertainty_ns))
     error = gain.uncertainty_ns / run.step_ns
     saves = max(gain.gain_ns, 0.0) / run.step_ns
