@@ -287,7 +287,7 @@ class _Operations:
     kind: str
     op: str
     groups: tuple[str, ...]
-    rows: pl.DataFrame  # without edges
+    rows: pl.DataFrame  # without edges, unless the next operator needs it: then a part of the batch hides those too
     is_bound: bool
     exposed_ns: Floats  # per step, of the median rank
     hidden_ns: float | None  # per step; None: CUDA events do not show it
@@ -330,7 +330,7 @@ def _operations(
     grid, every, found = judged_grid(breakdown, 1), exposed_operations(collectives, phases, groups), []
     computing, by_marks = sums(grid, computed(phases), "ns"), is_awaited(collectives)
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
-        inner = rows.filter(~pl.col("is_edge"))
+        inner = rows if kind in _INLINE else rows.filter(~pl.col("is_edge"))
         members = np.isin(grid.ranks, rows["rank"].unique())
         exposed = sums(grid, inner, "exposed_ns")[members]
         if not exposed.any():

@@ -310,7 +310,7 @@ def gain(report: Report, finding: Finding) -> str:
         if 0 < len(others) < len(both.fixes):
             said = percent(both.gain_fraction), duration(both.gain_ns), " + ".join(others)
             return predicted + say("finding.gain.both", *said) + say("finding.gain.replayed", finding.fix)
-    if finding.gain_fraction < finding.lost_fraction / 2:
+    if finding.ranks and finding.gain_fraction < finding.lost_fraction / 2:
         predicted += say("finding.gain.less")
     return predicted + say("finding.gain.replayed", finding.fix)
 

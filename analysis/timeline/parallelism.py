@@ -51,14 +51,17 @@ def roles(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.Da
 def schedule(groups: pl.DataFrame, regions: pl.DataFrame | None, collectives: pl.DataFrame) -> tuple[int, int] | None:
     """Return the stages of a pipeline, and how many messages its first one sends to the next in a step.
 
-    These are the microbatches, or several times as many. None where no stages were seen that send.
+    These are the microbatches, or several times as many. None where no stages were seen that send. What they do in the
+    same group and a trace does not name sends, too: to send and receive at once is one kernel.
     """
     held = {rank: stages[0] for rank, stages in roles(groups, regions, collectives).items() if len(stages) == 1}
     first = min(held.values(), default=0)
     on_first, on_next = ([rank for rank, stage in held.items() if stage == first + at] for at in (0, 1))
     to_next = pl.col("peer").is_in([NO_PEER, *on_next])
-    sends = collectives.filter(pl.col("op") == "send", pl.col("step").is_not_null(), pl.col("rank").is_in(on_first))
-    messages = sends.filter(to_next).group_by("rank", "step").len()["len"].median()
+    of_first = collectives.filter(pl.col("step").is_not_null(), pl.col("rank").is_in(on_first))
+    sends = of_first.filter(pl.col("op") == "send").filter(to_next)
+    both = of_first.filter(pl.col("op") == "unknown").join(sends, on=["rank", "group_id"], how="semi")
+    messages = pl.concat([sends, both]).group_by("rank", "step").len()["len"].median()
     return (len(set(held.values())), round(messages)) if on_next and isinstance(messages, float) else None
 
 
