@@ -96,9 +96,9 @@ _NEARLY_ALL_ENDED = 0.9  # of the operations: where fewer have an end, what they
 _LEAST_BUCKET_BYTES = 1 << 20  # smaller ones are bound by latency: to send more of them takes longer
 _AS_GOOD = 1.1  # the fewest buckets that leave no more than this times the least
 _IN_OTHERS = 1 / 3  # of the mean loss
-# Groups whose results the next operator needs, or may need.
 _STAGES = "pipeline"
-_INLINE = ("tensor", "expert", "exchange", _STAGES, "unknown")
+_EXCHANGES = ("expert", "exchange")  # of a batch, so that a step has few
+_INLINE = ("tensor", *_EXCHANGES, _STAGES, "unknown")  # groups whose results the next operator needs, or may need
 _KINDS = {
     "data": text("data parallelism"),
     "sharded": text("sharded parameters"),
@@ -287,7 +287,7 @@ class _Operations:
     kind: str
     op: str
     groups: tuple[str, ...]
-    rows: pl.DataFrame  # without edges, unless the next operator needs it: then a part of the batch hides those too
+    rows: pl.DataFrame  # without edges, but for exchanges: a part of the batch hides those too
     is_bound: bool
     exposed_ns: Floats  # per step, of the median rank
     hidden_ns: float | None  # per step; None: CUDA events do not show it
@@ -330,7 +330,7 @@ def _operations(
     grid, every, found = judged_grid(breakdown, 1), exposed_operations(collectives, phases, groups), []
     computing, by_marks = sums(grid, computed(phases), "ns"), is_awaited(collectives)
     for (sort, kind, op), rows in every.group_by(BY_SORT, maintain_order=True):
-        inner = rows if kind in _INLINE else rows.filter(~pl.col("is_edge"))
+        inner = rows if kind in _EXCHANGES else rows.filter(~pl.col("is_edge"))
         members = np.isin(grid.ranks, rows["rank"].unique())
         exposed = sums(grid, inner, "exposed_ns")[members]
         if not exposed.any():

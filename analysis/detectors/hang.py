@@ -196,7 +196,7 @@ def _explained(state: _State) -> list[Finding]:
 def _check_most_are_here(state: _State, unsure: Mapping[int, frozenset[int]]) -> None:
     """Not resolvable where the states of most ranks are missing: more likely they were not given than not left."""
     members = frozenset[int]().union(*state.members.values())
-    if 2 * len(state.counts) <= len(members):
+    if 2 * len(state.counts) < len(members):
         raise NotResolvable(
             text(
                 "{ranks} may wait for {others}, and the states of {given} of {members} ranks were given: give "

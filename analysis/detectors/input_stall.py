@@ -1,10 +1,11 @@
 """Ranks wait for their next batch.
 
 **Signal.** The input part of the step: the main thread is inside the data loader's `next()`. Ranks stand out when
-they spend `min_fraction` of the step more there than the median of their peers, and twice as long; all ranks of a node,
-or those that stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks that spend more than
-that are named together. Loaders with workers are ahead, so that slow ones make a rank wait in some steps only, and with
-luck in none: where three ranks or more wait as long now and then, what they share is named, their node or all ranks.
+they spend `min_fraction` of the step more there than the median of their peers, and twice as long; all ranks of a
+node, or those that stall about as long, are one finding, and each step counts with the longest. Otherwise all ranks
+that spend more than that are named together. Loaders with workers are ahead, so that slow ones make a rank wait in some
+steps only, and with luck in none: where three ranks or more wait as long now and then, what they share is named, their
+node or all ranks.
 A device waits for a batch only when it has done its work. If all have to, the one that is behind does, and the others
 get ahead: ranks whose hosts wait as long for batches as a named one's are named too.
 

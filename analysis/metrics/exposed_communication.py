@@ -154,34 +154,34 @@ def held_up(collectives: pl.DataFrame, phases: pl.DataFrame) -> pl.DataFrame:
 
 @once
 def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFrame) -> pl.DataFrame:
-    """Return the time of each group's communication, ns per step and rank that was seen in it; the largest first.
+    """Return the time of each group's operations, ns per step and rank that was seen in it; the largest first.
 
-    Columns `group`, `group_size`, `kind`, `op` (of its longest phase), `exposed_ns` (transfers that nothing hides),
-    `wait_ns` (for late peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
+    Columns `group`, `group_size`, `kind`, `op`, `exposed_ns` (transfers that nothing hides), `wait_ns` (for late
+    peers), `unattributed_ns` (either: not matched), `overlapped_ns`, and `hidden_by`.
     Of several operations in flight the one that began last counts, so that a rank's groups sum to its breakdown.
     """
     rows = _in_groups(collectives, phases, [*_SHOWN_AS])
-    key = ["group_id", "group", "group_size"]
+    key = ["group_id", "group", "group_size", "op"]
     steps = phases.select(pl.col("step").n_unique()).item()
-    per_rank = 1 / (steps * pl.col("rank").n_unique())
+    rows = rows.with_columns(ranks=pl.col("rank").n_unique().over("group_id"))
+    per_rank = 1 / (steps * pl.col("ranks").first())
     parts = {column: [p for p, shown in _SHOWN_AS.items() if shown == column] for column in _SHOWN_AS.values()}
     sums = [
         (pl.col("ns").filter(pl.col("part").is_in(of)).sum() * per_rank).round().cast(pl.Int64).alias(column)
         for column, of in parts.items()
     ]
-    most = pl.col("op").sort_by("ns").last()
-    hidden = rows.filter(pl.col("part") == "overlapped").group_by("group_id", "label").agg(pl.col("ns").sum())
-    hidden = hidden.sort("ns", "label").group_by("group_id").agg(hidden_by=pl.col("label").last())
+    hidden = rows.filter(pl.col("part") == "overlapped").group_by("group_id", "op", "label").agg(pl.col("ns").sum())
+    hidden = hidden.sort("ns", "label").group_by("group_id", "op").agg(hidden_by=pl.col("label").last())
     total = pl.sum_horizontal("exposed_ns", "wait_ns", "unattributed_ns")
     return (
         rows.group_by(key)
-        .agg(*sums, most.alias("op"))
+        .agg(*sums)
         .join(described(groups), on="group_id", how="left")
-        .join(hidden, on="group_id", how="left")
+        .join(hidden, on=["group_id", "op"], how="left")
         .with_columns(
             kind=kind_of_group(), group=pl.col("group").fill_null(""), hidden_by=pl.col("hidden_by").fill_null("")
         )
-        .sort(total, "group", descending=[True, False])
+        .sort(total, "group", pl.col("op").cast(pl.String), descending=[True, False, False])
         .head(_LISTED)
         .drop("group_id", "role", "about", "of_all")
     )

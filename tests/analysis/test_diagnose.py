@@ -111,7 +111,7 @@ def test_a_collection_behind_another_ranks_work_costs_nothing_and_is_no_finding(
     assert [(f.detector, f.lost_ns_per_step) for f in alone.findings] == [("gc_stall", 6 * MS)]
     assert alone.verdict == (
         "Likely: Garbage collection stops rank 1 for 30.0 ms in 2 of 10 steps (it costs 6.00 ms, 4.8 % of the 126 ms "
-        "step); 1 rank waits for it; unexplained: exposed communication takes 7.9 % of the step."
+        "step); 1 rank waits for it; unexplained: exposed communication takes 7.9 % of the step, most in allreduce."
     )
     hidden = diagnose(run({0: every_fifth, 1: every_fifth}, collections=collects))
     assert hidden.findings == ()

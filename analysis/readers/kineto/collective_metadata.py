@@ -13,7 +13,7 @@ from rankscope.analysis.readers.json_scan import NO_NAME
 from rankscope.analysis.readers.kineto.capture import META_KEPT, Capture, Ints
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["metadata_of"]
+__all__ = ["metadata_of", "ops_by_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,19 @@ def metadata_of(capture: Capture, at: Ints, launches: Mapping[str, Ints], launch
             values[alone] = 0
         found[column] = np.concatenate([np.delete(values, np.unique(batched)), transfers[column][transfer]])[order]
     return Metadata(kernel[order], found)
+
+
+def ops_by_range(capture: Capture, launches: Mapping[str, Ints], launch: Ints) -> list[str | None]:
+    """Return what each kernel does by torch's range (`nccl:all_to_all`) in which it was launched; None outside of such.
+
+    Before torch 2.2 only that says it of a kernel of sends and receives.
+    """
+    begin = "nccl:"
+    op_of = [op_said(name.removeprefix(begin)) if name.startswith(begin) else None for name in capture.names]
+    is_said = np.array([op is not None for op in op_of], bool)
+    ranges = capture.spans.where(is_said.__getitem__, "name")
+    found = _enclosing(ranges, launches, launch) if len(ranges["ts"]) else np.full(len(launch), -1)
+    return [op_of[int(ranges["name"][row])] if row >= 0 else None for row in found]
 
 
 def _batched(

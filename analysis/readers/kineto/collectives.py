@@ -10,7 +10,7 @@ import polars as pl
 from rankscope.analysis.model.kernels import SEND_RECV, device_work, kernel_op, op_said
 from rankscope.analysis.readers.event_text import MISSING
 from rankscope.analysis.readers.kineto.capture import MAX_WORLD, Calls, Capture, Ints, or_null
-from rankscope.analysis.readers.kineto.collective_metadata import metadata_of
+from rankscope.analysis.readers.kineto.collective_metadata import metadata_of, ops_by_range
 from rankscope.collectors.schema import ALL_TO_ALL_OPS
 
 __all__ = ["collective_rows", "collectives_frame"]
@@ -70,9 +70,11 @@ def collective_rows(capture: Capture) -> Calls:
     for name, ranks, role in zip(names["group"], names["ranks"], names["description"], strict=True):
         if name:
             capture.groups.add(name, ranks, role)
+    by_kernel = [None if op_of[int(code)] == "unknown" else op_of[int(code)] for code in rows["name"]]
+    by_range = ops_by_range(capture, launches, launch)
     ops = [
-        op_said(said) or op_of[int(code)] or "unknown"
-        for said, code in zip(names["collective"], rows["name"], strict=True)
+        op_said(said) or of_kernel or of_range or "unknown"
+        for said, of_kernel, of_range in zip(names["collective"], by_kernel, by_range, strict=True)
     ]
     dtypes = [_DTYPES.get(capture.names[code], ("unknown", 0)) for code in meta["dtype"]]
     elements = np.maximum(meta["in_nelems"], meta["out_nelems"])
