@@ -26,13 +26,15 @@ from rankscope.analysis.model.finding import (
     Wait,
 )
 from rankscope.analysis.model.money import is_standstill
+from rankscope.analysis.model.parts import QUEUED
 from rankscope.analysis.replay.critical_path import critical_path
-from rankscope.analysis.replay.device_graph import device_graph, first_steps
+from rankscope.analysis.replay.device_graph import BETWEEN, device_graph, first_steps
 from rankscope.analysis.replay.host_graph import HostGraph
 from rankscope.analysis.replay.pipeline import pipeline
 from rankscope.analysis.replay.protocol import Replay, Unreplayable
 from rankscope.analysis.text.units import rounded
 from rankscope.analysis.timeline.build import Timeline
+from rankscope.analysis.timeline.device_breakdown import OWN_GAP_NS
 from rankscope.analysis.timeline.host_breakdown import PARTS
 from rankscope.errors import NotReplayable
 
@@ -173,7 +175,10 @@ def path_parts(run: Replay | Unreplayable, timeline: Timeline) -> tuple[PathPart
         return ()
     judged = judged.filter(judged.is_in(host.steps["step"].unique().implode()))
     path = critical_path(host).filter(pl.col("step").is_in(judged.implode()))
-    rows = path.group_by("rank", "part", "label").agg((pl.col("end_ns") - pl.col("start_ns")).sum().alias("ns"))
+    length = pl.col("end_ns") - pl.col("start_ns")
+    is_queued = (pl.col("part") == "other") & (pl.col("label") == BETWEEN) & (length > OWN_GAP_NS)
+    path = path.with_columns(label=pl.when(is_queued).then(pl.lit(QUEUED)).otherwise("label"))
+    rows = path.group_by("rank", "part", "label").agg(length.sum().alias("ns"))
     rows = rows.sort(["ns", "rank", "part", "label"], descending=[True, False, False, False])
     if rows.is_empty():
         return ()

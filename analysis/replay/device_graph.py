@@ -338,10 +338,10 @@ def _waits(host: _Launched, stream: Ints, communicates: Bools, start: Ints, end:
 
 
 def _labels_of(kernels: pl.DataFrame, host: _Launched, code: dict[str, int]) -> tuple[Ints, Ints]:
-    """Part and label of each kernel: the region that launched it, else its part."""
+    """Part and label of each kernel: the region that launched it, else what it does."""
     label, part = host.places.of_launch(host.launch_ns, host.thread, host.seen), _parts_of(kernels)
     unlabelled = label < 0
-    label[unlabelled] = np.array([code[p] for p in PARTS])[part[unlabelled]]
+    label[unlabelled] = np.array([code[COMMUNICATION if p == "unsplit" else p] for p in PARTS])[part[unlabelled]]
     return part, label
 
 

@@ -19,14 +19,14 @@ from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.host_breakdown import PARTS, Grid, Spans, as_phases, joined
 from rankscope.collectors.schema import P2P_OPS
 
-__all__ = ["device_phases", "with_launches", "with_waits"]
+__all__ = ["OWN_GAP_NS", "device_phases", "with_launches", "with_waits"]
 
 _BETWEEN, _QUEUED, _UNSEEN, _NO_REGION = range(len(IDLE_LABELS))
 
 _MAIN_THREAD = 0
 _STOPS = ("checkpoint", "compile", "input", "gc")  # what stops the main thread; where several are true the last counts
 _NOT_A_PLACE = ("operator", "wait", *_STOPS)  # regions that do not say where in the model work was launched
-_OWN_GAP_NS = 20_000  # devices begin what is queued within some µs
+OWN_GAP_NS = 20_000  # devices begin what is queued within some µs
 _NEVER = np.iinfo(np.int64).max
 
 Ints = NDArray[np.signedinteger[Any]]  # codes take 1 or 4 bytes, times 8
@@ -247,7 +247,7 @@ def _explain(rank: _Rank, grid: Grid, step: Ints, idle: Bools, begun: dict[str, 
     following = sum((number[rest] for number in begun.values()), np.zeros(len(rest), np.int64))  # as all is idle
     # After the last row nothing was launched, however long the host took: that is the host's as well.
     launched = _at_or(rank.launched, following, _NEVER - 1)
-    label[rest[_at_or(rank.begins, following, _NEVER) - since > _OWN_GAP_NS]] = _QUEUED
+    label[rest[_at_or(rank.begins, following, _NEVER) - since > OWN_GAP_NS]] = _QUEUED
     label[rest[launched == _NEVER]] = _UNSEEN
     late = (launched > since) & (launched < _NEVER)
     slow, following = rest[late], following[late]
