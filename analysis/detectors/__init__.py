@@ -246,6 +246,8 @@ def visible(grid: StepGrid, resolution_ns: float) -> int:
     """Return the resolution in whole ns; not resolvable where the steps differ so much that silence says nothing."""
     if resolution_ns > _VISIBLE * grid.step_ns:
         seen = counted(len(grid.steps), "analyzed step")
+        if resolution_ns >= grid.step_ns:
+            raise NotResolvable(text("in {seen} nothing could be distinguished from chance", seen=seen), unclear=True)
         raise NotResolvable(
             text(
                 "in {seen} nothing below {resolution} per step could be distinguished from chance",

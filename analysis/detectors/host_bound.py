@@ -137,6 +137,7 @@ def detect(
     gaps = pl.concat([idle, beside]).filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
+    place = str(where[-1]) if len(where) else "the step"
     causes = _causes(gaps, kernels, launches)
     communicates = idle_ns.sum() < (1 - _NONE) * whole_ns.sum()
     return [
@@ -148,8 +149,8 @@ def detect(
                 ranks=named("rank", ranks),
                 late=_longest(whole_ns if communicates else idle_ns),
             ),
-            where=str(where[-1]) if len(where) else "the step",
-            advice=_advice(causes),
+            where=place,
+            advice=_advice(causes, place),
             ranks=ranks,
             evidence=longest_rows(gaps, "kernels"),
             fix="host",
@@ -249,6 +250,7 @@ def _of_stalls(
     ).sort("rank", "start_ns")
     length = pl.col("end_ns") - pl.col("start_ns")
     where = gaps.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
+    place = str(where[-1]) if len(where) else "the step"
     longest = gaps.group_by("rank", "step").agg(ns=length.sum())["ns"].max()
     return Finding(
         detector="host_bound",
@@ -259,8 +261,8 @@ def _of_stalls(
             ranks=named("rank", stalls.ranks),
             late=duration(float(longest) if isinstance(longest, int) else 0.0),
         ),
-        where=str(where[-1]) if len(where) else "the step",
-        advice=_advice(_causes(gaps, kernels, launches)),
+        where=place,
+        advice=_advice(_causes(gaps, kernels, launches), place),
         ranks=stalls.ranks,
         steps=stalls.steps,
         evidence=longest_rows(gaps, "kernels"),
@@ -413,10 +415,14 @@ def _drained(start: Floats, end: Floats, calls: Mapping[str, pl.DataFrame]) -> N
     return (first < len(done)) & (done[known] < end) & (begin[known] <= start)
 
 
-def _advice(causes: Mapping[str, float]) -> str:
-    """Return advice for each cause that matters, the greatest first."""
+def _advice(causes: Mapping[str, float], place: str) -> str:
+    """Return advice for each cause that matters, the greatest first. `place` is where the host mostly is meanwhile."""
+    inside = text(
+        "are stalls of 5 ms or more in which the host launches nothing, mostly in {place}: see which operators run "
+        "there",
+        place=place,
+    )
+    of = _ADVICE | {"stall": inside} if "::" in place else _ADVICE  # of an operator
     ordered = sorted(causes, key=lambda cause: -causes[cause])
-    said = [
-        text("{share} {cause}", share=percent(causes[c]), cause=_ADVICE[c]) for c in ordered if causes[c] >= _MUCH
-    ] or [_ADVICE[ordered[0]]]
-    return text("Of this time {causes}.", causes=joined("; ", said))
+    said = [text("{share} {cause}", share=percent(causes[c]), cause=of[c]) for c in ordered if causes[c] >= _MUCH]
+    return text("Of this time {causes}.", causes=joined("; ", said or [of[ordered[0]]]))

@@ -146,9 +146,9 @@ def head_facts(report: Report) -> list[str]:
         facts.append(say("head.steps.none"))
     if steps.mean_ns is not None:
         facts.append(say("head.mean", duration(steps.mean_ns)))
-    if steps.median_ns is not None:
+    if steps.median_ns is not None and steps.count > 1:
         facts.append(say("head.median", duration(steps.median_ns)))
-    if steps.p90_ns is not None:
+    if steps.p90_ns is not None and steps.count > 1:
         facts.append(say("head.p90", duration(steps.p90_ns)))
     if report.utilisation is not None:
         peak = report.utilisation.peak_flops / 1e12 / len(report.ranks)

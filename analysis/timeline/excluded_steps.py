@@ -12,7 +12,7 @@ import polars as pl
 
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.kernels import LAUNCHING_CALLS
-from rankscope.analysis.text.message import text
+from rankscope.analysis.text.message import plural, text
 from rankscope.analysis.text.phrases import counted, named
 from rankscope.analysis.timeline.device_time import by_rank
 from rankscope.analysis.timeline.steps import OPTIMIZER, UPDATES, in_steps, last_begun
@@ -62,8 +62,10 @@ def set_lost_aside(
         for rank, count, total in of_ranks.filter(pl.col("lost") >= _REPORTED * pl.col("launched")).rows()
     ]
     if not_judged:
-        why = text(
+        why = plural(
+            "{steps} not analyzed, since much of what was launched in it was not recorded",
             "{steps} not analyzed, since much of what was launched in them was not recorded",
+            not_judged,
             steps=counted(not_judged, "step"),
         )
         gaps.append(Gap(table="steps", rank=None, node=None, count=not_judged, why=why))

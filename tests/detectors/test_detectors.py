@@ -291,7 +291,7 @@ def test_few_steps_show_what_is_clear_and_nothing_else():
     assert (finding.ranks, finding.lost_ns_per_step) == ((1,), 30 * MS)
     unclear = job({0: [100] * 3, 1: [110, 130, 150], 2: [100] * 3})
     assert slow(unclear) == []
-    with pytest.raises(NotResolvable, match=r"in 3 analyzed steps nothing below .* could be distinguished from chance"):
+    with pytest.raises(NotResolvable, match=r"in 3 analyzed steps nothing could be distinguished from chance"):
         slow_rank.resolution_ns(unclear["breakdown"])
 
 
