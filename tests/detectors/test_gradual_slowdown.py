@@ -153,7 +153,7 @@ def test_lengths_that_would_hide_a_drift_of_half_the_step_leave_it_unchecked():
     """Every other step takes 2 s, the others 0.1 s: no drift that a job can have would stand out."""
     report = rankscope.diagnose(by_hand.run({0: [20, 1900], 1: [20, 1900]}, steps=60))
     assert "gradual_slowdown" not in {healthy.detector for healthy in report.healthy}
-    assert by_hand.not_checked(report)["gradual_slowdown"].startswith("in 58 analyzed steps nothing could be distinguished")
+    assert by_hand.not_checked(report)["gradual_slowdown"].startswith("in 58 analyzed steps nothing ")
 
 
 @pytest.mark.parametrize("slower", [[], [5], list(range(8))], ids=["healthy", "one rank", "all ranks"])
