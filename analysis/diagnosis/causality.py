@@ -98,6 +98,6 @@ def _explained(finding: Finding, cause: Finding, spec: Detector) -> tuple[str, .
     """Give the names of its possible effects; more for a finding that names a late rank without the reason."""
     if cause.where in spec.explains_by_part:
         return spec.explains_by_part[cause.where]
-    is_just_late = finding.chance is not None and set(finding.ranks) == set(cause.ranks)
+    is_just_late = finding.chance is not None and set(finding.ranks) <= set(cause.ranks)
     late = spec.explains_late if is_just_late else ()
     return (*spec.explains, *(spec.explains_of_ranks if cause.ranks else ()), *late)

@@ -235,8 +235,8 @@ def cures(cause: Finding, finding: Finding, measured: Sequence[Finding], measure
     brings = _brings([cause.fix, finding.fix], run)
     if not brings:
         return False
-    alone_ns, left_ns = run.gain(finding.fix).gain_ns, brings[finding.fix][0]
-    return alone_ns <= _HALF * max(costs_ns) and left_ns <= _HALF * alone_ns
+    alone_ns, (left_ns, error_ns) = run.gain(finding.fix).gain_ns, brings[finding.fix]
+    return alone_ns <= _HALF * max(costs_ns) and left_ns <= max(_HALF * alone_ns, error_ns)
 
 
 def predicted_fixes(

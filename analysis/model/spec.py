@@ -27,7 +27,7 @@ class Detector:
     judges_speed: False where finding nothing says nothing about how fast the job is.
     explains: findings that follow from its own, and are then no root causes.
     explains_of_ranks: the same, where its finding names ranks.
-    explains_late: the same, where its finding names just the ranks of one that names late ranks in few steps.
+    explains_late: the same, where its finding names the ranks of one that names late ranks, or more.
     explains_by_part: the same, by the part of the step that is its finding's `where`; for these parts, instead.
     explains_share: the share of what another finding costs that its own must cost to explain it.
     explains_within_error: its cost is measured otherwise than that of what follows, and may differ by the error of it.

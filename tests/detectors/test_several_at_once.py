@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import rankscope
+from faults import Case, simulated
 from record import write
 from simulate import Job, healthy_resources, run, step_ns
 
@@ -67,3 +68,11 @@ def test_nodes_with_slow_links_are_one_finding_without_the_node_between_them(slo
     assert finding.title.startswith(f"The links of nodes {','.join(map(str, slow))} are slow")
     assert finding.fix == "link:" + ",".join(f"node{node}" for node in slow)
     assert finding.lost_ns_per_step == pytest.approx(step_ns(log) - without, rel=0.1)
+
+
+def test_the_rank_that_is_last_while_all_wait_for_input_is_no_second_root_cause(tmp_path):
+    """On devices the rank without a lead waits for each batch, and the others for it; with input fixed none is late."""
+    log, (truth,) = simulated(Case("input_stall", "quiet", 11))
+    found = rankscope.diagnose(rankscope.open(write(log, tmp_path / "run"))).findings
+    assert [(one.detector, one.ranks) for one in found if one.caused_by is None] == [("input_stall", truth.ranks)]
+    assert {(one.detector, one.caused_by) for one in found[1:]} <= {("slow_rank", "input_stall")}
