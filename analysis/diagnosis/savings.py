@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 import polars as pl
 
 from rankscope.analysis.detectors import severity, spec_of, specs
@@ -70,7 +71,7 @@ def _why_no_measure(breakdown: pl.DataFrame, ranks: pl.DataFrame) -> Unreplayabl
     no_steps = sorted(set(ranks["rank"]) - set(grid.ranks))
     if no_steps:
         return Unreplayable(text("what {ranks} did between operations was not seen", ranks=named("rank", no_steps)))
-    unsplit = grid.of("unsplit").mean(axis=1) / grid.step_ns
+    unsplit = np.median(grid.of("unsplit"), axis=1) / grid.step_ns  # a capture's first step may have some alone
     if unsplit.max() < _UNMATCHED:
         return None
     why = text(

@@ -390,6 +390,15 @@ def test_ranks_that_wait_now_and_then_speak_for_what_they_share(slow, named):
     assert finding.ranks == tuple(named)
 
 
+@pytest.mark.parametrize(("longest_ms", "named"), [(28, range(4)), (60, (3,))])
+def test_ranks_that_all_wait_are_named_together_unless_one_waits_twice_as_long(longest_ms, named):
+    """Ranks 0 to 2 wait 20 ms for each batch."""
+    waits = {rank: [20 if rank < 3 else longest_ms] * STEPS for rank in range(4)}
+    (finding,) = stalled(job({rank: [100] * STEPS for rank in range(4)}, input=waits))
+    excess_ms = longest_ms if len(named) == 4 else longest_ms - 20
+    assert (finding.ranks, finding.lost_ns_per_step) == (tuple(named), excess_ms * MS)
+
+
 @pytest.mark.parametrize(("input_ms", "found"), [(3, 0), (4, 1)])
 def test_input_stall_speaks_from_3_percent_of_the_step(input_ms, found):
     """The step is 113 to 114 ms long."""

@@ -204,6 +204,28 @@ def test_a_kernel_without_words_takes_those_of_the_operator_that_launched_it(tmp
     assert rows(trace, "groups", "name") == [("3",)]
 
 
+def test_a_kernel_that_nothing_describes_is_what_the_range_around_its_launch_says(tmp_path):
+    """As before torch 2.2. The name of an all-reduce's kernel says it already; outside of a range nothing is known."""
+    send = "ncclDevKernel_SendRecv(ncclDevComm*, unsigned long, ncclWork*)"
+    trace = opened(
+        tmp_path,
+        [
+            event("user_annotation", "nccl:all_to_all", 0, 10),
+            event("user_annotation", "nccl:all_to_all", 40, 10),
+            *(launch(at, 2, at) for at in (5, 20, 45)),
+            *(kernel(name, at + 5, 2, at) for at, name in ((5, send), (20, send), (45, ALLREDUCE))),
+        ],
+    )
+    assert rows(trace, "collectives", "op") == [("alltoall",), ("unknown",), ("allreduce",)]
+
+
+def test_compiled_graphs_have_one_name_on_all_ranks(tmp_path):
+    """Their hash is another one on each rank, so that none could be compared."""
+    for rank in range(2):
+        write(tmp_path / f"rank{rank}.json", [event("user_annotation", f"## Call CompiledFxGraph f{rank}a9z ##", 0, 9)])
+    assert set(rows(Trace.open(tmp_path), "regions", "name")) == {("CompiledFxGraph",)}
+
+
 @pytest.mark.parametrize("name", ["of the job", "in the group"])
 def test_a_peer_is_named_by_its_rank_in_the_job_or_by_its_place_in_the_group(tmp_path, name):
     """Stages of a pipeline, ranks 1 and 3: place 0 and 1 of their group. Rank 1 sends, and rank 3 sends back."""
