@@ -20,6 +20,7 @@ __all__ = [
     "COMPUTE",
     "COPIES_TO_HOST",
     "DEVICE_CATEGORIES",
+    "HOST_COPIES",
     "LAUNCHING_CALLS",
     "MEMORY",
     "MEMORY_CALLS",
@@ -49,6 +50,7 @@ WAITING_CALLS = (
 # Those that a row of the device always follows.
 LAUNCHING_CALLS = r"^((cuda|hip)(Ext)?(Module)?Launch(Cooperative)?Kernel|cuLaunchKernel|(cuda|hip)MemcpyAsync)"
 COPIES_TO_HOST = r"DtoH|DeviceToHost"  # as profilers name them
+HOST_COPIES = rf"{COPIES_TO_HOST}|HtoD|HostToDevice"
 MEMORY_CALLS = r"^(cuda|hip)(Malloc|Free|HostAlloc|MallocHost|FreeHost|HostRegister)|^cuMem(Create|Map|Unmap|SetAccess)"
 
 _COMMUNICATION = re.compile(
