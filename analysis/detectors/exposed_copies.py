@@ -36,9 +36,11 @@ from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = ["detect", "detector", "resolution_ns"]
 
-detector = Detector(explains=("host_sync",), parts=("memory",))
+detector = Detector(explains=("host_sync", "slow_rank"), explains_share=0.5, parts=("memory",), lost_as=("wait",))
 
 _LEAST_STEPS = 1
+_ENOUGH = 3  # steps: with fewer the ranks are the only repetition that there is
+_ALIKE = 0.5  # of the longest
 _MOSTLY = 0.5  # of the time of the copies
 _TO_HOST, _PAGEABLE = pl.col("name").str.contains(COPIES_TO_HOST), pl.col("name").str.contains("(?i)pageable")
 
@@ -110,9 +112,15 @@ def _exposed(
 
 
 def _lost(grid: StepGrid, copies: pl.DataFrame, exposed: Floats) -> Estimate:
-    """Return how much shorter the busiest rank's step would be without them; of few steps each copy is a sample."""
+    """Return how much shorter the busiest rank's step would be without them.
+
+    Of few steps each copy is a sample: of one or two those of all ranks that copy about as long.
+    """
     of_steps = grid.busy.max(axis=0) - (grid.busy - exposed).max(axis=0)
-    pieces = copies.filter(pl.col("ns") > 0, rank=grid.ranks[int(exposed.mean(axis=1).argmax())])["ns"].to_numpy()
+    means = exposed.mean(axis=1)
+    rows = means >= _ALIKE * means.max() if len(grid.steps) < _ENOUGH else means == means.max()
+    ranks = [rank for rank, is_one in zip(grid.ranks, rows, strict=True) if is_one]
+    pieces = copies.filter(pl.col("ns") > 0, pl.col("rank").is_in(ranks))["ns"].to_numpy()
     return estimate_of_pieces(of_steps, pieces)
 
 

@@ -12,6 +12,7 @@ from rankscope.analysis.metrics.step_matrix import ENOUGH_STEPS, Floats
 __all__ = ["Trend", "follows_line", "longer_stretch", "longest_stretch", "rank_sum_z", "trend"]
 
 _POINTS = 1000  # pairs are compared, so longer runs are drawn together first
+_LEAST = 3  # values that show a line
 _CLIP = 2.0  # a step counts at most as this many medians, so that single hiccups make no stretch
 
 
@@ -32,7 +33,7 @@ def trend(values: Floats) -> Trend:
     """Return the line through `values`, ns of each step, that half of all pairs of steps are steeper than.
 
     Source: Theil 1950 and Sen 1968 for slope and interval; Mann and Kendall for the test, its variance corrected for
-    values that resemble the ones before them as Hamed and Rao (1998) do. At least 3 values.
+    values that resemble the ones before them as Hamed and Rao (1998) do. At least `_LEAST` values.
     """
     points = _drawn_together(values)
     count = len(points)
@@ -54,7 +55,12 @@ def trend(values: Floats) -> Trend:
 
 
 def follows_line(values: Floats, inside: NDArray[np.bool_]) -> bool:
-    """Say whether the line through the values misses them by less than two levels do, one of them `inside`."""
+    """Say whether the line through the values misses them by less than two levels do, one of them `inside`.
+
+    Two values show no line.
+    """
+    if len(values) < _LEAST:
+        return False
     line = trend(values)
     of_line = line.first + line.growth * np.linspace(0, 1, len(values))
     of_levels = np.where(inside, *(np.median(values[x]) if x.any() else 0.0 for x in (inside, ~inside)))

@@ -65,6 +65,7 @@ class Resources:
     tokens: np.ndarray  # how much work the data makes
     experts: np.ndarray  # what the router sends to the rank's experts
     load_ns: np.ndarray  # [rank]: for one batch
+    copy_ns: np.ndarray  # [rank]: to the device, of one batch
     stall_ns: np.ndarray  # [rank]: the host does something else in the middle of forward
     sync_ns: np.ndarray  # [rank]: what Python does after each of the synchronisations of a layer; 0: there are none
     memory_ns: np.ndarray  # [rank]: of each of 4 calls of the driver for memory
@@ -242,7 +243,7 @@ class Rank:
         self.thread = self.main
         self.spend(self.can.load_ns[self.number])
         self.span("user_annotation", "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", start)
-        self.kernel("Memcpy HtoD (Pinned -> Device)", 30 * _US, "gpu_memcpy")
+        self.kernel("Memcpy HtoD (Pinned -> Device)", self.can.copy_ns[self.number], "gpu_memcpy")
 
     def end_step(self) -> None:
         if self.job.synchronous:
@@ -265,6 +266,7 @@ def resources(job: Job) -> Resources:
         tokens=np.ones(shape),
         experts=np.ones(shape),
         load_ns=np.full(job.ranks, 200 * _US),
+        copy_ns=np.full(job.ranks, 30 * _US),
         stall_ns=np.zeros(job.ranks),
         sync_ns=np.zeros(job.ranks),
         memory_ns=np.zeros(job.ranks),

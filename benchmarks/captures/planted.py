@@ -37,6 +37,7 @@ KINDS = {
     "expert_imbalance": ("moe",),
     "stage_imbalance": ("pp",),
     "exposed_communication": ("ddp", "fsdp"),
+    "exposed_copies": ("ddp", "fsdp", "tp", "moe"),  # of the batch, from the host
 }
 _LEAST_STEPS = {"load_imbalance": 3}  # fewer do not show that it is another rank each time
 _FIT = 0.1  # of the cost wanted
@@ -180,7 +181,7 @@ def _choose(kind: str, job: Job, rng: np.random.Generator) -> _Fault:
         stage = int(rng.integers(job.split))
         width = job.ranks // job.split
         return _Fault(kind, tuple(range(stage * width, (stage + 1) * width)), str(stage), pattern)
-    if kind in ("slow_rank", "rank_stall", "expert_imbalance") or (kind == "input_stall" and alone):
+    if kind in ("slow_rank", "rank_stall", "expert_imbalance") or (kind in ("input_stall", "exposed_copies") and alone):
         return _Fault(kind, (one,), "", pattern)
     return _Fault(kind, (), "", pattern)
 
@@ -199,6 +200,8 @@ def _with(job: Job, fault: _Fault, x: float) -> tuple[Job, Resources]:
             can.links = {fault.group: 1 + 30 * x}
         case "input_stall":
             can.load_ns = can.load_ns + np.where(mine, work, 0.0)
+        case "exposed_copies":
+            can.copy_ns = can.copy_ns + np.where(mine, work, 0.0)
         case "host_bound":
             can.host = can.host * (1 + 10 * x)
         case "host_sync":
