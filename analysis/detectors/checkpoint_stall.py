@@ -4,7 +4,8 @@
 `torch.distributed.checkpoint.save` or `async_save`, safetensors' `save_file` or Megatron-Core's
 `dist_checkpointing.save`, and not blocked on communication. Each step counts with its longest over the ranks, since
 the others wait for that one. Reported where at least `min_times` checkpoints were seen and they cost more than
-`min_fraction` of all analyzed time. A step that a checkpoint made long is analyzed like any other.
+`min_fraction` of all analyzed time; of a profiler's capture, which has few steps, as likely where a single one costs
+more than `min_fraction_once` of it. A step that a checkpoint made long is analyzed like any other.
 
 **Why it costs time.** Nothing is launched while the state is copied, serialised and written. Where one rank saves for
 all, the others wait in their next collective.
@@ -50,10 +51,16 @@ _ASYNCHRONOUS = "async_save"
 
 
 def detect(
-    breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fraction: float = 0.05, min_times: int = 2
+    breakdown: pl.DataFrame,
+    regions: pl.DataFrame,
+    kernels: pl.DataFrame | None = None,
+    *,
+    min_fraction: float = 0.05,
+    min_times: int = 2,
+    min_fraction_once: float = 0.10,
 ) -> list[Finding]:
     """Name the ranks whose checkpoints stop the job, in one finding."""
-    grid, saving = _saving(breakdown, min_times)
+    grid, saving = _saving(breakdown, min_times, None if kernels is None else min_fraction_once)
     longest = saving.max(axis=0)
     shows = longest > 0
     if longest.mean() < min_fraction * grid.step_ns:
@@ -76,6 +83,7 @@ def detect(
             advice=_advice(call, ranks, grid, grid.ranks[int(per_rank.argmax())]),
             ranks=ranks,
             steps=() if shows.all() else steps,
+            confidence="likely" if shows.sum() < min_times else "",
             evidence=longest_regions(regions, "checkpoint", ranks),
             fix="checkpoint",
             **price(grid, over_occurrences(longest, shows)),
@@ -88,10 +96,10 @@ def resolution_ns(breakdown: pl.DataFrame, *, min_fraction: float = 0.05, min_ti
     return round(min_fraction * _saving(breakdown, min_times)[0].step_ns)
 
 
-def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
+def _saving(breakdown: pl.DataFrame, min_times: int, once: float | None = None) -> tuple[StepGrid, Floats]:
     """Return the grid, and ns of each (rank, step) in checkpoints.
 
-    Not resolvable where too few were seen to say how often.
+    Not resolvable where too few were seen to say how often, unless they cost more than the share `once` of the steps.
     """
     grid = judged_grid(breakdown, FEW_STEPS)
     saving = grid.of("checkpoint")
@@ -99,7 +107,7 @@ def _saving(breakdown: pl.DataFrame, min_times: int) -> tuple[StepGrid, Floats]:
     times = int((longest > 0).sum())
     if not times:
         raise NotResolvable(text("no call that saves a checkpoint was seen in the analyzed steps"))
-    if times < min_times:
+    if times < min_times and (once is None or longest.mean() < once * grid.step_ns):
         seen = text(
             "{steps} analyzed steps hold one checkpoint, of {length}",
             steps=len(grid.steps),

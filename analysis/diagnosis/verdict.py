@@ -40,6 +40,7 @@ _CLEAR_CHANCE = 0.001  # how rarely chance may show as much in operations that s
 _AGREES = 0.5  # share of a finding's cost that the replay of its fix must bring
 _LEAST = 0.01  # share of the step: no headline claims to see less
 MUCH_LOST = 0.05  # share of the step from which on a job is not called healthy
+_SAY_WHY = ("input", "gc", "compile", "checkpoint")  # losses whose kind is the cause
 _FEW = 20  # steps: more than that are what a profiler's schedule is asked for
 
 
@@ -212,7 +213,10 @@ def _of_analyzed(
     unclear = remarks.unclear([_beside(said, check) for check in not_checked if check.why != said])
     more = joined("", (_by_schedule(seen), unclear if status != "green" else "", _remarks(seen), absent))
     if is_unexplained:
-        return text("Unexplained: {loss}{more}.", loss=_unexplained(losses, seen, counts), more=more)
+        loss, least_explained = _unexplained(losses, seen, counts), _least_explained(losses)
+        if least_explained.steps and least_explained.kind in _SAY_WHY:
+            return text("Seen once: {loss}{more}.", loss=loss, more=more)
+        return text("Unexplained: {loss}{more}.", loss=loss, more=more)
     limit, detector = _limit(healthy, losses, seen)
     if limit >= MUCH_LOST:
         return text(
@@ -362,7 +366,8 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
         return text("; an Nsight Systems capture shows what the queued work waits for")
     if loss.kind == "unseen":
         return text("; a capture with warm-up steps and with the host's calls holds the launches")
-    if len(seen.ranks) < (seen.world_size or 0):
+    is_of_others = loss.kind in ("wait", "bubble", "communication", "unattributed")
+    if is_of_others and len(seen.ranks) < (seen.world_size or 0):
         return text("; captures of all ranks would show who causes it")
     if loss.steps and seen.steps.count < _FEW:
         return text("; a capture of {steps} steps on all ranks would show whether it recurs", steps=_FEW)

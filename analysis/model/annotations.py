@@ -14,6 +14,7 @@ STEP = r"(?i)^((train|training|global)[ _-]?)?(step|iter|iteration|batch)[ _#:=-
 TRAINS = tuple(_KINDS)  # how names begin of what only the thread that trains does
 _LEFT_OUT = re.compile(r"ProfilerStep#|(nccl|gloo):|c10d::|nccl[A-Z]|" + re.escape(WINDOW_STEP))
 
+_SAVES = re.compile(r"(?i)^torch\.save\b|save.*(checkpoint|ckpt)|(checkpoint|ckpt).*save")
 _COMPILED = re.compile(r"^## Call (CompiledFxGraph) \w+ ##$")
 
 
@@ -34,4 +35,6 @@ def range_kind(name: str) -> str | None:
         return None
     if compiles(name):
         return "compile"
+    if _SAVES.search(name):
+        return "checkpoint"
     return next((kind for begin, kind in _KINDS.items() if name.startswith(begin)), "user")

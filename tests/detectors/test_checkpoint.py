@@ -10,6 +10,9 @@ import rankscope
 from rankscope.collectors.agent.arrow_writer import Partition, RunFolder
 from rankscope.collectors.schema import OPS, REGION_KINDS, SCHEMA_VERSION
 from support.command_line import MS, RANK
+from support.kineto import event, kernel, launch
+from support.kineto import step as step_mark
+from support.kineto import write as write_trace
 from support.one_rank import names, record, table
 
 RANKS = 4
@@ -153,3 +156,22 @@ def test_calls_of_a_real_script_are_recorded_under_any_name_and_work_as_before(t
     assert [name for name in seen if name.startswith("dcp")] == ["dcp.save", "dcp.save", "dcp.async_save"]
     lasted = (rows["end_ns"] - rows["start_ns"]).to_list()
     assert sum(name == "torch.save" and ns >= 20 * MS for name, ns in zip(seen, lasted, strict=True)) >= 2
+
+
+@pytest.mark.parametrize(("name", "found"), [("save_checkpoint", True), ("checkpoint", False)])
+def test_a_checkpoint_in_a_profilers_capture_is_likely_though_it_is_seen_once(tmp_path, name, found):
+    """Steps of 1 ms, in the third of which a range of the script's lasts 2 ms more, and the device idles."""
+    events, at = [], 1000
+    for number in range(4):
+        saves = 2000 * (number == 2)
+        events += [step_mark(number, at, 1000 + saves)]
+        events += [event("user_annotation", name, at, saves)] if saves else []
+        for place in range(20):
+            correlation, begin = 100 * number + place, at + saves + 50 * place
+            events += [launch(begin, 2, correlation), kernel("gemm", begin + 3, 50, correlation)]
+        at += 1000 + saves
+    write_trace(tmp_path / "rank0.json", events)
+    report = rankscope.diagnose(rankscope.open(tmp_path))
+    said = [(one.detector, one.steps, one.confidence) for one in report.findings]
+    assert (said == [("checkpoint_stall", (2,), "likely")]) == found
+    assert report.verdict.startswith("Likely: Saving a checkpoint (save_checkpoint) stops rank 0 for 2.00 ms") == found
