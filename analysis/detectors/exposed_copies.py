@@ -21,11 +21,12 @@ device, and fetch them every n steps.
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
+from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.intervals import covered_ns
-from rankscope.analysis.metrics.step_matrix import Estimate, Floats, StepGrid, estimate_of_pieces, sums
+from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COPIES_TO_HOST, HOST_COPIES, MEMORY
 from rankscope.analysis.model.spec import Detector
@@ -39,8 +40,7 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(explains=("host_sync", "slow_rank"), explains_share=0.5, parts=("memory",), lost_as=("wait",))
 
 _LEAST_STEPS = 1
-_ENOUGH = 3  # steps: with fewer the ranks are the only repetition that there is
-_ALIKE = 0.5  # of the longest
+_FEW_STEPS = 0.5  # half width over what is lost, were one step seen
 _MOSTLY = 0.5  # of the time of the copies
 _TO_HOST, _PAGEABLE = pl.col("name").str.contains(COPIES_TO_HOST), pl.col("name").str.contains("(?i)pageable")
 
@@ -114,14 +114,17 @@ def _exposed(
 def _lost(grid: StepGrid, copies: pl.DataFrame, exposed: Floats) -> Estimate:
     """Return how much shorter the busiest rank's step would be without them.
 
-    Of few steps each copy is a sample: of one or two those of all ranks that copy about as long.
+    Of few steps the median counts, of two the lower one: what happens once is no property of a step. Of one each copy
+    is a sample, those of all ranks.
     """
     of_steps = grid.busy.max(axis=0) - (grid.busy - exposed).max(axis=0)
-    means = exposed.mean(axis=1)
-    rows = means >= _ALIKE * means.max() if len(grid.steps) < _ENOUGH else means == means.max()
-    ranks = [rank for rank, is_one in zip(grid.ranks, rows, strict=True) if is_one]
-    pieces = copies.filter(pl.col("ns") > 0, pl.col("rank").is_in(ranks))["ns"].to_numpy()
-    return estimate_of_pieces(of_steps, pieces)
+    steps = len(of_steps)
+    if steps >= ENOUGH_STEPS:
+        return estimate(of_steps, TRIM)
+    if steps > 1:
+        usual = float(np.sort(of_steps)[(steps - 1) // 2])
+        return Estimate(usual, _FEW_STEPS * usual / steps**0.5)
+    return estimate_of_pieces(of_steps, copies.filter(pl.col("ns") > 0)["ns"].to_numpy())
 
 
 def _advice(pageable: float, *, is_to_host: bool) -> str:
