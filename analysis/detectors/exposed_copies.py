@@ -61,7 +61,7 @@ def detect(
         length.sum(), length.filter(_TO_HOST).sum().alias("to_host"), length.filter(_PAGEABLE).sum().alias("pageable")
     ).row(0)
     is_to_host = to_host >= _MOSTLY * whole
-    where = copies.filter(pl.col("rank").is_in(ranks)).group_by("label").agg(pl.col("ns").sum()).sort("ns", "label")
+    names = of_ranks.group_by("name").agg(length.sum().alias("ns")).sort("ns", "name")["name"]
     title = (
         text(
             "Copies to the host hold the devices of {ranks} up for {lost} per step",
@@ -79,7 +79,7 @@ def detect(
         Finding(
             detector="exposed_copies",
             title=title,
-            where=str(where["label"][-1]),
+            where=str(names[-1]),
             advice=_advice(pageable / whole, is_to_host=is_to_host),
             ranks=ranks,
             evidence=longest_rows(of_ranks, "kernels"),
@@ -129,12 +129,11 @@ def _lost(grid: StepGrid, copies: pl.DataFrame, exposed: Floats) -> Estimate:
 
 def _advice(pageable: float, *, is_to_host: bool) -> str:
     if is_to_host:
-        said = text("Keep losses, metrics and states on the device, and fetch them every n steps only.")
-    else:
-        said = text(
-            "Copy the next batch, or the next layers that are offloaded, on a stream of their own while this one is "
-            "computed."
-        )
+        return text("Keep losses, metrics and states on the device, and fetch them every n steps only.")
+    said = text(
+        "Copy the next batch, or the next layers that are offloaded, on a stream of their own while this one is "
+        "computed."
+    )
     if pageable < _MOSTLY:
         return said
     unpinned = text(

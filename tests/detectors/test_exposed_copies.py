@@ -39,6 +39,7 @@ def test_copies_that_nothing_hides_cost_what_they_last(tmp_path, name, title, ad
     """250 µs before the 1,000 µs that are computed: a fifth of the step."""
     of = report(tmp_path, name, 250)
     (found,) = [finding for finding in of.findings if finding.detector == "exposed_copies"]
+    assert found.where == name
     assert found.title == f"{title} hold the devices of rank 0 up for 250 µs per step"
     assert found.lost_fraction == pytest.approx(0.2, abs=1e-3)
     assert found.advice.startswith(advice)
