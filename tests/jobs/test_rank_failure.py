@@ -60,13 +60,14 @@ def test_a_rank_that_raised_failed_first_with_its_exception_and_line(tmp_path):
 
 @pytest.mark.real_job
 def test_a_rank_that_skipped_an_operation_is_the_cause_of_another_ones_crash(tmp_path):
-    """gloo ends a rank that gets more bytes than it expects."""
+    """gloo ends a rank that gets more bytes than it expects, and torchrun the last one, maybe before it gets there."""
     _, report = failing(tmp_path, "skip")
     first = report["findings"][0]
-    assert (first["detector"], first["ranks"]) == ("rank_failure", [2])
-    assert first["title"] == (
-        "Rank 2 does allreduce of 256 bytes where the others do allreduce of 12 bytes: desynchronized"
-    )
+    of_three = "Rank 2 does allreduce of 256 bytes where the others do allreduce of 12 bytes: desynchronized"
+    of_two = "Ranks {} do not do the same in one operation: desynchronized"
+    named = ",".join(map(str, first["ranks"]))
+    assert (first["detector"], first["title"]) == ("rank_failure", of_three if named == "2" else of_two.format(named))
+    assert named in ("2", "0,2", "1,2")
     assert first["where"].startswith("allreduce number ")
     assert report["verdict"].startswith(first["title"])
 
