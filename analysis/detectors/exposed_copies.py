@@ -26,6 +26,7 @@ import polars as pl
 
 from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.intervals import covered_ns
+from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COPIES_TO_HOST, HOST_COPIES, MEMORY
@@ -96,6 +97,7 @@ def resolution_ns(
     return visible(grid, max(min_fraction * grid.step_ns, _lost(grid, copies, exposed).half_width_ns))
 
 
+@once
 def _exposed(
     breakdown: pl.DataFrame, phases: pl.DataFrame, kernels: pl.DataFrame
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
