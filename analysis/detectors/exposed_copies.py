@@ -24,10 +24,18 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_rows, price, visible
+from rankscope.analysis.detectors import judged_grid, longest_rows, price, visible
 from rankscope.analysis.metrics.intervals import covered_ns
 from rankscope.analysis.metrics.once import once
-from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, estimate, estimate_of_pieces, sums
+from rankscope.analysis.metrics.step_matrix import (
+    TRIM,
+    Estimate,
+    Floats,
+    StepGrid,
+    estimate_of_pieces,
+    estimates_by_step,
+    sums,
+)
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.kernels import COPIES_TO_HOST, HOST_COPIES, MEMORY
 from rankscope.analysis.model.spec import Detector
@@ -41,7 +49,6 @@ __all__ = ["detect", "detector", "resolution_ns"]
 detector = Detector(explains=("host_sync", "slow_rank"), explains_share=0.5, parts=("memory",), lost_as=("wait",))
 
 _LEAST_STEPS = 1
-_FEW_STEPS = 0.5  # half width over what is lost, were one step seen
 _MOSTLY = 0.5  # of the time of the copies
 _TO_HOST, _PAGEABLE = pl.col("name").str.contains(COPIES_TO_HOST), pl.col("name").str.contains("(?i)pageable")
 
@@ -55,8 +62,7 @@ def detect(
     if not lost.clear or lost.ns < min_fraction * grid.step_ns:
         return []
     ranks = grid.only(exposed.mean(axis=1) >= lost.ns / 2).ranks
-    of_ranks = kernels.filter(pl.col("work") == MEMORY, pl.col("name").str.contains(HOST_COPIES))
-    of_ranks = of_ranks.filter(pl.col("rank").is_in(ranks))
+    of_ranks = _copies(kernels).filter(pl.col("rank").is_in(ranks))
     length = pl.col("end_ns") - pl.col("start_ns")
     whole, to_host, pageable = of_ranks.select(
         length.sum(), length.filter(_TO_HOST).sum().alias("to_host"), length.filter(_PAGEABLE).sum().alias("pageable")
@@ -103,7 +109,7 @@ def _exposed(
 ) -> tuple[StepGrid, pl.DataFrame, Floats]:
     """Return the grid, the phases in which devices only copy from or to their hosts (`ns`), and ns by (rank, step)."""
     grid = judged_grid(breakdown, _LEAST_STEPS)
-    copies = dict(by_rank(kernels.filter(pl.col("work") == MEMORY, pl.col("name").str.contains(HOST_COPIES))))
+    copies = dict(by_rank(_copies(kernels)))
     found = [phases.clear().with_columns(ns=pl.lit(0.0))]
     for rank, alone in by_rank(phases.filter(pl.col("part") == "memory").sort("rank", "start_ns")):
         if rank in copies:
@@ -113,19 +119,18 @@ def _exposed(
     return grid, rows, sums(grid, rows, "ns")
 
 
+def _copies(kernels: pl.DataFrame) -> pl.DataFrame:
+    return kernels.filter(pl.col("work") == MEMORY, pl.col("name").str.contains(HOST_COPIES))
+
+
 def _lost(grid: StepGrid, copies: pl.DataFrame, exposed: Floats) -> Estimate:
     """Return how much shorter the busiest rank's step would be without them.
 
-    Of few steps the median counts, of two the lower one: what happens once is no property of a step. Of one each copy
-    is a sample, those of all ranks.
+    Of a single step each copy is a sample, those of all ranks.
     """
     of_steps = grid.busy.max(axis=0) - (grid.busy - exposed).max(axis=0)
-    steps = len(of_steps)
-    if steps >= ENOUGH_STEPS:
-        return estimate(of_steps, TRIM)
-    if steps > 1:
-        usual = float(np.sort(of_steps)[(steps - 1) // 2])
-        return Estimate(usual, _FEW_STEPS * usual / steps**0.5)
+    if len(of_steps) > 1:
+        return estimates_by_step(of_steps[np.newaxis], TRIM)[0]
     return estimate_of_pieces(of_steps, copies.filter(pl.col("ns") > 0)["ns"].to_numpy())
 
 

@@ -71,6 +71,7 @@ detector = Detector(
 )
 
 _LEAST_STEPS = 1  # a profiler's capture has few, and each holds many gaps
+_LENGTH = pl.col("end_ns") - pl.col("start_ns")
 _BEFORE_LAUNCH = pl.min_horizontal("end_ns", "launch_ns")
 _LAUNCH = r"Launch|^(cuda|hip)(Memcpy|Memset)\w*Async"
 _STAYS = 0.5  # share of the loss that is there without the rank that makes most of it: hosts take turns
@@ -135,9 +136,7 @@ def detect(
     idle = phases.filter(pl.col("part") == "host")
     beside = beside.filter(pl.col("certain_ns") > 0).select(idle.columns)
     gaps = pl.concat([idle, beside]).filter(pl.col("rank").is_in(ranks)).sort("rank", "start_ns")
-    length = pl.col("end_ns") - pl.col("start_ns")
-    where = idle.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
-    place = str(where[-1]) if len(where) else "the step"
+    place = _place(idle)
     causes = _causes(gaps, kernels, launches)
     communicates = idle_ns.sum() < (1 - _NONE) * whole_ns.sum()
     return [
@@ -176,7 +175,7 @@ def resolution_ns(
     grid = _launched(breakdown, kernels)
     lost, _ = _lost(grid, phases, _late_beside_communication(phases, kernels))
     unseen = phases.filter(pl.col("part") == "other", pl.col("label") == UNSEEN)
-    unseen_ns = unseen.select((pl.col("end_ns") - pl.col("start_ns")).sum()).item() / len(grid.ranks) / len(grid.steps)
+    unseen_ns = unseen.select(_LENGTH.sum()).item() / len(grid.ranks) / len(grid.steps)
     return visible(grid, max(min_fraction * grid.step_ns, lost.half_width_ns, unseen_ns))
 
 
@@ -248,10 +247,8 @@ def _of_stalls(
     gaps = phases.filter(
         pl.col("part") == "host", pl.col("rank").is_in(stalls.ranks), pl.col("step").is_in(stalls.steps)
     ).sort("rank", "start_ns")
-    length = pl.col("end_ns") - pl.col("start_ns")
-    where = gaps.group_by("label").agg(ns=length.sum()).sort("ns", "label")["label"]
-    place = str(where[-1]) if len(where) else "the step"
-    longest = gaps.group_by("rank", "step").agg(ns=length.sum())["ns"].max()
+    place = _place(gaps)
+    longest = gaps.group_by("rank", "step").agg(ns=_LENGTH.sum())["ns"].max()
     return Finding(
         detector="host_bound",
         title=text(
@@ -270,6 +267,12 @@ def _of_stalls(
         fix="host",
         **price(grid, stalls.lost),
     )
+
+
+def _place(gaps: pl.DataFrame) -> str:
+    """Return where the host is during most of these gaps."""
+    labels = gaps.group_by("label").agg(ns=_LENGTH.sum()).sort("ns", "label")["label"]
+    return str(labels[-1]) if len(labels) else "the step"
 
 
 def _launched(breakdown: pl.DataFrame, kernels: pl.DataFrame) -> StepGrid:

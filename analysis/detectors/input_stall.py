@@ -32,10 +32,10 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.detectors import ENOUGH_STEPS, judged_grid, longest_regions, of_hosts, price, visible
+from rankscope.analysis.detectors import judged_grid, longest_regions, of_hosts, price, visible
 from rankscope.analysis.metrics.host_stalls import held_up
 from rankscope.analysis.metrics.slow_hosts import as_host_time, slow_hosts
-from rankscope.analysis.metrics.step_matrix import TRIM, Estimate, Floats, StepGrid, above_peers, estimates
+from rankscope.analysis.metrics.step_matrix import TRIM, Floats, StepGrid, above_peers, estimates_by_step
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.model.spec import AS_WAITING, Detector
 from rankscope.analysis.text.message import plural, text
@@ -60,7 +60,6 @@ _ALIKE = 0.5  # of the longest stall: ranks that stall for as long stall for the
 _OF_NODE = 0.1  # the same, where all ranks of a node stall
 _TURNS, _SEVERAL = 2, 3  # steps in which a rank must have waited as long, and ranks that must
 _AS_LONG = 0.2  # so much apart may hosts be that load alike; a device waits so much less than its host that is ahead
-_ONE_STEP = 0.5  # half width over what was waited, where one step was seen
 
 
 def detect(
@@ -99,7 +98,7 @@ def _found(
             for rows in sets
         ]
         return sorted(findings, key=lambda finding: -finding.lost_ns_per_step)
-    means = _each_seen(waited)
+    means = estimates_by_step(waited)
     stalled = [row for row, mean in enumerate(means) if mean.clear and mean.ns >= least_ns]
     if not stalled:
         return []
@@ -143,22 +142,6 @@ def _loading_as_long(sets: list[list[int]], waited: Floats, grid: StepGrid, regi
     return found
 
 
-def _seen(stall: Floats, trim: float = 0.0) -> Estimate:
-    return _each_seen(stall[np.newaxis], trim)[0]
-
-
-def _each_seen(stalls: Floats, trim: float = 0.0) -> list[Estimate]:
-    """Estimate what each row waited per step: it shows its own wait for certain, that of others at best by half.
-
-    Of few steps the median counts, of two the lower one: what happens once is no property of a step.
-    """
-    steps = stalls.shape[1]
-    if steps >= ENOUGH_STEPS:
-        return [Estimate(*one) for one in zip(*(of.tolist() for of in estimates(stalls, trim)), strict=True)]
-    usual = np.maximum(np.sort(stalls, axis=1)[:, (steps - 1) // 2], 0.0)
-    return [Estimate(ns, _ONE_STEP * ns / steps**0.5) for ns in usual.tolist()]
-
-
 def _nodes(grid: StepGrid, ranks: pl.DataFrame) -> list[list[int]]:
     """Return the rows of each node that has several, unless there is one node only."""
     node = dict(ranks.drop_nulls("node").select("rank", "node").iter_rows())
@@ -173,7 +156,7 @@ def _alike(excess: Floats, nodes: list[list[int]]) -> list[list[int]]:
 
     Whole nodes, else about as long.
     """
-    means = _each_seen(excess)
+    means = estimates_by_step(excess)
     clear = {row: mean.ns for row, mean in enumerate(means) if mean.clear}
     # A slow disk delays the ranks of its node unequally: after the longest wait more batches are ready next time.
     sets = [rows for rows in nodes if min(clear.get(r, 0.0) for r in rows) > _OF_NODE * max(means[r].ns for r in rows)]
@@ -194,7 +177,7 @@ def resolution_ns(breakdown: pl.DataFrame, regions: pl.DataFrame, *, min_fractio
     """Return the smallest stall that would have been reported."""
     grid = _with_input(breakdown, regions)
     return visible(
-        grid, max(min_fraction * grid.step_ns, *(mean.half_width_ns for mean in _each_seen(grid.of("input"))))
+        grid, max(min_fraction * grid.step_ns, *(mean.half_width_ns for mean in estimates_by_step(grid.of("input"))))
     )
 
 
@@ -206,12 +189,12 @@ def _with_input(breakdown: pl.DataFrame, regions: pl.DataFrame) -> StepGrid:
 
 def _finding(grid: StepGrid, regions: pl.DataFrame, rows: list[int], stall: Floats) -> Finding:
     ranks = tuple(grid.ranks[row] for row in rows)
-    lost = _seen(stall)
+    (lost,) = estimates_by_step(stall[np.newaxis])
     shows = stall > lost.ns / 2
     steps = tuple(np.array(grid.steps)[shows].tolist())
     always = bool(shows.mean() >= _ALWAYS)
     if always:  # then single hiccups need not be taken for part of it
-        lost = _seen(stall, TRIM)
+        (lost,) = estimates_by_step(stall[np.newaxis], TRIM)
     waits_ns = lost.ns if always else float(stall[shows].mean())  # where it does
     often = text("per step") if always else every_nth(steps, len(shows))
     advice = text(

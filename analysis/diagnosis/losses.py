@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import polars as pl
 
@@ -51,9 +50,9 @@ def losses_of(
     roots = [finding for finding in findings if finding.caused_by is None and finding.lost_ns_per_step]
     lengths = phases.with_columns(ns=pl.col("end_ns") - pl.col("start_ns"))
     known = {"bubble": scheduled}
-    found = [_loss(kind, grid, lengths, roots, known.get(kind, 0.0)) for kind in LOST if grid.of(LOST[kind]).any()]
-    call = _call_in(lengths.filter(pl.col("part") == LOST["idle"]), launches)
-    found = [replace(loss, call=call) if loss.kind == "idle" else loss for loss in found]
+    found = [
+        _loss(kind, grid, lengths, launches, roots, known.get(kind, 0.0)) for kind in LOST if grid.of(LOST[kind]).any()
+    ]
     return tuple(sorted((loss for loss in found if loss.most_ns), key=lambda loss: -loss.fraction))
 
 
@@ -72,7 +71,14 @@ def _call_in(gaps: pl.DataFrame, launches: pl.DataFrame) -> str:
     return most if most and covered[most] > _MUCH * total_ns else ""
 
 
-def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Finding], known: float) -> Loss:
+def _loss(
+    kind: str,
+    grid: StepGrid,
+    phases: pl.DataFrame,
+    launches: pl.DataFrame,
+    roots: Sequence[Finding],
+    known: float,
+) -> Loss:
     part = LOST[kind]
     rows = phases.filter(pl.col("part") == part)
     if kind in _LABEL:
@@ -92,6 +98,7 @@ def _loss(kind: str, grid: StepGrid, phases: pl.DataFrame, roots: Sequence[Findi
         least_ns=round(float(of_rank[least])),
         most_rank=grid.ranks[most],
         most_ns=round(float(of_rank[most])),
+        call=_call_in(rows, launches) if kind == "idle" else "",
         steps=tuple(grid.steps[at] for at in nearly_all_in(lost.mean(axis=0))),
         explained_by=tuple(dict.fromkeys(finding.detector for finding in causes)),
         unexplained_fraction=max(fraction - known - sum(finding.lost_fraction for finding in causes), 0.0),

@@ -210,7 +210,7 @@ def _of_analyzed(
     )
     is_unexplained = unexplained_fraction(losses) >= MUCH_LOST
     said = _overlooked(_least_explained(losses)) if is_unexplained else None  # in other words, the headline
-    unclear = remarks.unclear([_beside(said, check) for check in not_checked if check.why != said])
+    unclear = remarks.unclear([_left_to_say(said, check) for check in not_checked if check.why != said])
     more = joined("", (_by_schedule(seen), unclear if status != "green" else "", _remarks(seen), absent))
     if is_unexplained:
         loss, least_explained = _unexplained(losses, seen, counts), _least_explained(losses)
@@ -234,7 +234,7 @@ def _of_analyzed(
     )
 
 
-def _beside(said: str | None, check: NotChecked) -> NotChecked:
+def _left_to_say(said: str | None, check: NotChecked) -> NotChecked:
     """Return the check, its reason without what the headline has `said`."""
     known = check.why.values if isinstance(check.why, Text) else {}
     if "limit" not in known or _of_no_known_reason(str(known.get("loss"))) != said:
@@ -382,10 +382,10 @@ def _what_would_show_it(loss: Loss, seen: Seen) -> str:
 
 def _besides(findings: Sequence[Finding], losses: Sequence[Loss], ranks: int) -> str:
     """Return the largest loss that the findings do not explain, where it is much."""
-    left = max(losses, key=lambda loss: loss.unexplained_fraction, default=None)
-    if left is None or left.unexplained_fraction < max(MUCH_LOST, findings[0].lost_fraction):
+    if not losses or not findings[0].lost_ns_per_step:
         return ""
-    if not findings[0].lost_ns_per_step:
+    left = _least_explained(losses)
+    if left.unexplained_fraction < max(MUCH_LOST, findings[0].lost_fraction):
         return ""
     said = text("; unexplained: {loss} of the step", loss=_unexplained_of(left))
     return joined("", (said, _place(left, ranks)))

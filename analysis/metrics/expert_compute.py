@@ -21,7 +21,7 @@ from rankscope.collectors.schema import ALL_TO_ALL_OPS
 __all__ = ["ExpertCompute", "expert_compute", "until_next"]
 
 _COMPUTING = ("compute", "overlapped", "memory")
-_TINY = 0.01  # of the largest all-to-all of the group: what tells the ranks how many tokens will come
+_TINY = 0.01  # of the largest all-to-all of the group: it carries only how many tokens will come
 _EVEN = 0.25  # of the share by which experts take longer: as much may what ranks compute elsewhere differ
 _ENOUGH = 0.2  # of the experts' time: with less elsewhere it does not show whether all that a rank computes is slow
 _LEAST = 0.05  # share by which experts take longer

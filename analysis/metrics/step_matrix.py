@@ -33,6 +33,7 @@ __all__ = [
     "estimate_of_operations",
     "estimate_of_pieces",
     "estimates",
+    "estimates_by_step",
     "gain_ns",
     "lasting_half_widths",
     "nearly_all_in",
@@ -44,6 +45,7 @@ __all__ = [
 
 ENOUGH_STEPS = 5  # to compare steps with each other
 _AGREEING_STEPS = 3
+_ONE_STEP = 0.5  # half width over what is lost, where one step was seen
 _FEW_STEPS, _NEARLY_ALL = 5, 0.9  # that are named as those of a loss; share of it that they hold
 TRIM = 0.1  # hiccups of the machine in up to 10 % of the steps do not move the mean
 # Student's t: how many standard errors half a 95 % interval is, for 1, 2, … degrees of freedom.
@@ -244,9 +246,25 @@ def estimate_of_pieces(values: Floats, pieces_ns: Floats, trim: float = 0.0) -> 
     of_steps = estimate(values, trim) if len(values) >= _AGREEING_STEPS else Estimate(0.0, np.inf)
     if len(values) >= ENOUGH_STEPS and of_steps.clear:
         return of_steps
-    total, usual = float(pieces_ns.sum()), float(np.sort(values)[(len(values) - 1) // 2])
+    total, usual = float(pieces_ns.sum()), float(_lower_median(values))
     share = float(np.sqrt(np.square(pieces_ns).sum())) / total if total else 0.0
     return Estimate(usual, min(1.96 * share * max(usual, 0.0), of_steps.half_width_ns))
+
+
+def estimates_by_step(values: Floats, trim: float = 0.0) -> list[Estimate]:
+    """Estimate what each row loses per step: a step shows its own loss for certain, that of others at best by half.
+
+    Of few steps the median counts, of two the lower one: what happens once is no property of a step.
+    """
+    steps = values.shape[1]
+    if steps >= ENOUGH_STEPS:
+        return [Estimate(*one) for one in zip(*(of.tolist() for of in estimates(values, trim)), strict=True)]
+    usual = np.maximum(_lower_median(values), 0.0)
+    return [Estimate(ns, _ONE_STEP * ns / steps**0.5) for ns in usual.tolist()]
+
+
+def _lower_median(values: Floats) -> Floats:
+    return np.asarray(np.sort(values)[..., (values.shape[-1] - 1) // 2])
 
 
 def estimate_of_operations(values: Floats, steps: int) -> Estimate:
