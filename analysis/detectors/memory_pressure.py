@@ -12,7 +12,8 @@ keeps is in pieces that do not fit, it has to wait for the device, give memory b
 time, while nothing is launched. The next such time may be an out-of-memory error.
 
 **False positives.** The first steps after a change of shapes fill the allocator once; only what comes back counts.
-Memory is read about once a second: a step is taken to hold the retries of the second that it ends in.
+Where a trace has nearly all of it in few of its steps it is not checked: whether it recurs is not known. Memory is
+read about once a second: a step is taken to hold the retries of the second that it ends in.
 
 **What to try.** `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`; no `torch.cuda.empty_cache()` in the loop; sizes
 that repeat (pad to a few lengths); a smaller batch, activation checkpointing, `zero_grad(set_to_none=True)`; drop
