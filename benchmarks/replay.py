@@ -94,9 +94,9 @@ def made_up_job(ranks: int, steps: int, collectives: int) -> tuple[Nodes, np.nda
     waits = [np.repeat(transfer, ranks), end.ravel(), own[1:].ravel()]
     waited_for = [own.ravel(), np.repeat(transfer, ranks), end[:-1].ravel()]
     n = 2 * own.size + rounds
-    nothing = np.zeros(n, dtype=np.int64)
+    nothing = [np.zeros(n, dtype=np.int64)]
     nodes = Nodes(
-        duration_ns=np.random.default_rng(0).uniform(0.9e6, 1.1e6, n),
+        duration_ns=[np.random.default_rng(0).uniform(0.9e6, 1.1e6, n)],
         **dict.fromkeys(("rank", "step", "part", "label", "instance", "start_ns", "end_ns"), nothing),
         parts=(),
         labels=(),

@@ -1,6 +1,6 @@
-/* The fast twin of the loops in graph.py, which say what is computed. Arrays come as addresses, since the limited API
- * has no buffers before 3.11; graph.py answers for their types and lengths. `before` is checked here: a wrong number
- * is an error and not a wild read. */
+/* The fast twin of loops in graph.py and host_graph.py, which say what is computed. Arrays come as addresses, since the
+ * limited API has no buffers before 3.11; the callers answer for their types and lengths. What nodes wait for is checked
+ * here: a wrong number is an error and not a wild read. */
 #define PY_SSIZE_T_CLEAN
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000
@@ -46,88 +46,119 @@ done:;
     Py_RETURN_NONE;
 }
 
-/* Each node's dependencies, one after the other, as many in `first` as it has up to then; pairs keep their order. */
-static PyObject *rows(PyObject *self, PyObject *args)
+/* Numbers in which each node comes after all that it waits for (Kahn's algorithm, first come first served, so that nodes
+ * of about the same time lie near each other), and by number what it waits for, in the order of the pairs. */
+static PyObject *arrange(PyObject *self, PyObject *args)
 {
-    unsigned long long a[4];
-    Py_ssize_t n, m;
+    unsigned long long a[5];
+    Py_ssize_t n, m, head = 0, tail = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "nnKKKK", &n, &m, &a[0], &a[1], &a[2], &a[3]))
+    if (!PyArg_ParseTuple(args, "nnKKKKK", &n, &m, &a[0], &a[1], &a[2], &a[3], &a[4]))
         return NULL;
     const int32_t *waits = AT(const int32_t, a[0]), *waited_for = AT(const int32_t, a[1]);
-    int32_t *first = AT(int32_t, a[2]), *before = AT(int32_t, a[3]);
-    int32_t *next = calloc((size_t)n + 1, sizeof *next);
-    if (!next)
-        return PyErr_NoMemory();
-    int wrong = 0;
+    int32_t *number = AT(int32_t, a[2]), *first = AT(int32_t, a[3]), *before = AT(int32_t, a[4]);
+    /* Where a node's pairs end among those sorted by who waits, and by who is waited for. */
+    int32_t *own = calloc((size_t)n + 1, sizeof *own), *others = calloc((size_t)n + 1, sizeof *others);
+    int32_t *needs = malloc(((size_t)m + 1) * sizeof *needs), *follower = malloc(((size_t)m + 1) * sizeof *follower);
+    int32_t *missing = malloc(((size_t)n + 1) * sizeof *missing), *ready = malloc(((size_t)n + 1) * sizeof *ready);
+    int no_memory = !own || !others || !needs || !follower || !missing || !ready, wrong = 0;
+    if (no_memory)
+        goto done;
     Py_BEGIN_ALLOW_THREADS
     for (int64_t k = 0; k < m; k++)
-        wrong |= (uint32_t)waits[k] >= (uint64_t)n;
+        wrong |= (uint32_t)waits[k] >= (uint64_t)n || (uint32_t)waited_for[k] >= (uint64_t)n;
     if (!wrong) {
         for (int64_t k = 0; k < m; k++)
-            next[waits[k] + 1]++;
-        for (int64_t i = 0; i < n; i++)
-            next[i + 1] += next[i];
-        for (int64_t i = 0; i <= n; i++)
-            first[i] = next[i];
-        for (int64_t k = 0; k < m; k++)
-            before[next[waits[k]]++] = waited_for[k];
-    }
-    Py_END_ALLOW_THREADS
-    free(next);
-    if (wrong) {
-        PyErr_SetString(PyExc_ValueError, "a node waits that does not exist");
-        return NULL;
-    }
-    Py_RETURN_NONE;
-}
-
-/* Kahn's algorithm, first come first served, so that nodes of about the same time lie near each other. */
-static PyObject *order(PyObject *self, PyObject *args)
-{
-    unsigned long long a[3];
-    Py_ssize_t n, i, head = 0, tail = 0;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "nKKK", &n, &a[0], &a[1], &a[2]))
-        return NULL;
-    const int32_t *first = AT(const int32_t, a[0]);
-    const int32_t *before = AT(const int32_t, a[1]);
-    int32_t *ready = AT(int32_t, a[2]);
-    int64_t m = n ? first[n] : 0;
-    int64_t *start = calloc((size_t)n + 2, sizeof *start);
-    int32_t *follower = malloc(((size_t)m + 1) * sizeof *follower), *waiting = malloc(((size_t)n + 1) * sizeof *waiting);
-    if (!start || !follower || !waiting) {
-        free(start), free(follower), free(waiting);
-        return PyErr_NoMemory();
-    }
-    int wrong = 0;
-    Py_BEGIN_ALLOW_THREADS
-    for (int64_t k = 0; k < m; k++)
-        wrong |= (uint32_t)before[k] >= (uint64_t)n;
-    if (!wrong) {
-        for (int64_t k = 0; k < m; k++)
-            start[before[k] + 2]++;
-        for (i = 0; i < n; i++)
-            start[i + 2] += start[i + 1];
-        for (i = 0; i < n; i++) {
-            waiting[i] = first[i + 1] - first[i];
-            for (int64_t k = first[i]; k < first[i + 1]; k++)
-                follower[start[before[k] + 1]++] = (int32_t)i;
-            if (!waiting[i])
-                ready[tail++] = (int32_t)i;
+            own[waits[k] + 1]++, others[waited_for[k] + 1]++;
+        for (int64_t i = 0; i < n; i++) {
+            missing[i] = own[i + 1];
+            own[i + 1] += own[i], others[i + 1] += others[i];
         }
-        for (; head < tail; head++)
-            for (int64_t k = start[ready[head]]; k < start[ready[head] + 1]; k++)
-                if (!--waiting[follower[k]])
+        for (int64_t k = 0; k < m; k++)
+            needs[own[waits[k]]++] = waited_for[k];
+        for (int64_t i = 0, k = 0; i < n; i++)
+            for (; k < own[i]; k++)
+                follower[others[needs[k]]++] = (int32_t)i;
+        for (int64_t i = 0; i < n; i++)
+            if (!missing[i])
+                ready[tail++] = (int32_t)i;
+        for (; head < tail; head++) {
+            int32_t node = ready[head];
+            number[node] = (int32_t)head;
+            for (int64_t k = node ? others[node - 1] : 0; k < others[node]; k++)
+                if (!--missing[follower[k]])
                     ready[tail++] = follower[k];
+        }
+        first[0] = 0;
+        for (int64_t i = 0; i < tail; i++) {
+            int32_t node = ready[i], at = first[i];
+            for (int64_t k = node ? own[node - 1] : 0; k < own[node]; k++)
+                before[at++] = number[needs[k]];
+            first[i + 1] = at;
+        }
     }
     Py_END_ALLOW_THREADS
-    free(start), free(follower), free(waiting);
+done:
+    free(own), free(others), free(needs), free(follower), free(missing), free(ready);
+    if (no_memory)
+        return PyErr_NoMemory();
     if (wrong) {
-        PyErr_SetString(PyExc_ValueError, "a node waits for one that does not exist");
+        PyErr_SetString(PyExc_ValueError, "a node waits, or is waited for, that does not exist");
         return NULL;
     }
     return PyLong_FromSsize_t(tail);
+}
+
+/* The fast twin of `_spans_in_python` in host_graph.py: main threads cut where phases begin and end and at calls. */
+static PyObject *spans(PyObject *self, PyObject *args)
+{
+    unsigned long long a[12];
+    Py_ssize_t phases, calls;
+    int64_t span, found = 0, at_low = 0, at_high = 0, at_call = 0, start = 0, step_before = 0;
+    int begun = 0, called = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "nnLKKKKKKKKKKKK", &phases, &calls, &span, &a[0], &a[1], &a[2], &a[3], &a[4], &a[5],
+                          &a[6], &a[7], &a[8], &a[9], &a[10], &a[11]))
+        return NULL;
+    const int64_t *low = AT(int64_t, a[0]), *high = AT(int64_t, a[1]), *ends = AT(int64_t, a[2]);
+    const int64_t *call = AT(int64_t, a[3]), *place = AT(int64_t, a[4]);
+    const int32_t *step = AT(int32_t, a[5]);
+    const uint8_t *is_blocked = AT(uint8_t, a[6]);
+    int64_t *out_start = AT(int64_t, a[7]), *out_end = AT(int64_t, a[8]), *out_place = AT(int64_t, a[10]);
+    int32_t *out_phase = AT(int32_t, a[9]);
+    uint8_t *out_blocked = AT(uint8_t, a[11]);
+    Py_BEGIN_ALLOW_THREADS
+    while (at_low < phases || at_high < phases || at_call < calls) {
+        int64_t at = INT64_MAX, phase = at_low - 1;
+        if (at_low < phases)
+            at = low[at_low];
+        if (at_high < phases && ends[at_high] < at)
+            at = ends[at_high];
+        if (at_call < calls && call[at_call] < at)
+            at = call[at_call];
+        int inside = begun && phase >= 0 && start < high[phase];
+        if (begun && phase >= 0 && (inside || at / span == place[phase])) {
+            int blocked = inside && is_blocked[phase];
+            if (found && blocked && out_blocked[found - 1] && !called && step[phase] == step_before &&
+                out_end[found - 1] == start)
+                out_end[found - 1] = at;
+            else {
+                out_start[found] = start, out_end[found] = at, out_place[found] = place[phase];
+                out_phase[found] = inside ? (int32_t)phase : -1, out_blocked[found] = (uint8_t)blocked;
+                found++;
+            }
+            step_before = step[phase];
+        }
+        for (; at_low < phases && low[at_low] == at; at_low++)
+            ;
+        for (; at_high < phases && ends[at_high] == at; at_high++)
+            ;
+        for (called = 0; at_call < calls && call[at_call] == at; at_call++)
+            called = 1;
+        start = at, begun = 1;
+    }
+    Py_END_ALLOW_THREADS
+    return PyLong_FromLongLong(found);
 }
 
 /* From the node `last` back to the one that it waits for longest, and on; of several the last counts. */
@@ -157,8 +188,8 @@ static PyObject *chain(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, "When each node ends."},
-    {"rows", rows, METH_VARARGS, "What each node waits for, node by node."},
-    {"order", order, METH_VARARGS, "Nodes after what they wait for."},
+    {"arrange", arrange, METH_VARARGS, "Numbers of nodes, each after what it waits for: of how many."},
+    {"spans", spans, METH_VARARGS, "The spans of main threads: how many."},
     {"chain", chain, METH_VARARGS, "What a node waits for longest."},
     {NULL, NULL, 0, NULL},
 };

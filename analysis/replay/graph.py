@@ -5,7 +5,9 @@ Source: dPRO and Lumos (a job's operations as a graph that is run again), ByteDa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +27,7 @@ __all__ = [
     "Nodes",
     "assemble",
     "longest_chain",
+    "placed",
     "replay",
     "replay_in_python",
     "replay_with",
@@ -34,42 +37,59 @@ __all__ = [
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Shorts = NDArray[np.int32]
+Column = Sequence[NDArray[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """Nodes that take time, in any order. Durations leave out all waiting.
+    """Nodes that take time, in any order: each column in pieces, one after the other. Durations leave out all waiting.
 
     A collective is an arrival on each rank, one transfer that waits for all arrivals, and an end on each rank.
     """
 
-    duration_ns: Floats
-    rank: NDArray[np.integer]  # -1: of no single rank, as a transfer
-    step: NDArray[np.integer]  # -1: outside of the steps
-    part: NDArray[np.integer]  # position in `parts`, -1: none
-    label: NDArray[np.integer]  # position in `labels`, -1: none
-    instance: NDArray[np.integer]  # `instance_id` of the collective that the node belongs to, -1: none
-    start_ns: Ints  # as measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`
-    end_ns: Ints
-    ahead_ns: Shorts | None = None  # how long before its start a device's was launched; -1: a host's
+    duration_ns: Column
+    rank: Column  # -1: of no single rank, as a transfer
+    step: Column  # -1: outside of the steps
+    part: Column  # position in `parts`, -1: none
+    label: Column  # position in `labels`, -1: none
+    instance: Column  # `instance_id` of the collective that the node belongs to, -1: none
+    # As measured, on the run's clock; waiting, where there was any, lies before `end_ns - duration_ns`.
+    start_ns: Column
+    end_ns: Column
+    ahead_ns: Column | None = None  # how long before its start a device's was launched; -1: a host's
     parts: tuple[str, ...]
     labels: tuple[str, ...]
     origin_ns: int
 
     def __len__(self) -> int:
-        return len(self.duration_ns)
+        return sum(map(len, self.duration_ns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph(Nodes):
-    """Nodes in order, and what each waits for; `replay` defines what that means.
+class Graph:
+    """Nodes in order, their columns as of `Nodes`, and what each waits for; `replay` defines what that means.
 
     What node `i` waits for is `before[first[i] : first[i + 1]]`, all of them lower numbers than `i`. A node that waits
     for nothing begins at 0, which is `origin_ns` on the run's clock.
     """
 
+    duration_ns: Floats
+    rank: Shorts
+    step: Shorts
+    part: Shorts
+    label: Shorts
+    instance: Ints
+    start_ns: Ints
+    end_ns: Ints
+    ahead_ns: Shorts | None
+    parts: tuple[str, ...]
+    labels: tuple[str, ...]
+    origin_ns: int
     first: Shorts  # one more than there are nodes
     before: Shorts
+
+    def __len__(self) -> int:
+        return len(self.duration_ns)
 
     @property
     def waits(self) -> Shorts:
@@ -107,11 +127,8 @@ def replay_with(graph: Graph, changes: Changes) -> Floats:
     kept[changes.gone] = False
     waits = np.concatenate([graph.waits[kept], changes.waits], dtype=np.int32, casting="same_kind")
     waited_for = np.concatenate([graph.before[kept], changes.waited_for], dtype=np.int32, casting="same_kind")
-    order = _in_order(n, waits, waited_for)
-    number = np.empty(n, dtype=np.int32)
-    number[order] = np.arange(n)
-    first, before = _rows(n, number[waits], number[waited_for])
-    return _replayed(first, before, np.ascontiguousarray(changes.duration_ns[order]))[number]
+    number, first, before = _arranged(n, waits, waited_for)
+    return _replayed(first, before, placed([changes.duration_ns], number, np.float64))[number]
 
 
 def _replayed(first: Shorts, before: Shorts, duration: Floats) -> Floats:
@@ -150,27 +167,26 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
 
     Raises `NotReplayable` if nodes wait for each other in a circle.
     """
-    n = len(nodes)
-    order = _in_order(n, waits, waited_for)
-    number = np.empty(n, dtype=np.int32)
-    number[order] = np.arange(n)
-    first, before = _rows(n, number[waits], number[waited_for])
+    number, first, before = _arranged(len(nodes), waits, waited_for)
 
-    def short(values: NDArray[np.integer]) -> Shorts:
-        return np.ascontiguousarray(values[order], dtype=np.int32)
+    def codes(column: Column) -> Shorts:
+        return placed(column, number, np.int32)
+
+    def times(column: Column) -> Ints:
+        return placed(column, number, np.int64)
 
     graph = Graph(
-        duration_ns=np.ascontiguousarray(nodes.duration_ns[order], dtype=np.float64),
+        duration_ns=placed(nodes.duration_ns, number, np.float64),
         first=first,
         before=before,
-        rank=short(nodes.rank),
-        step=short(nodes.step),
-        part=short(nodes.part),
-        label=short(nodes.label),
-        instance=np.ascontiguousarray(nodes.instance[order], dtype=np.int64),
-        start_ns=nodes.start_ns[order],
-        end_ns=nodes.end_ns[order],
-        ahead_ns=None if nodes.ahead_ns is None else nodes.ahead_ns[order],
+        rank=codes(nodes.rank),
+        step=codes(nodes.step),
+        part=codes(nodes.part),
+        label=codes(nodes.label),
+        instance=times(nodes.instance),
+        start_ns=times(nodes.start_ns),
+        end_ns=times(nodes.end_ns),
+        ahead_ns=None if nodes.ahead_ns is None else codes(nodes.ahead_ns),
         parts=nodes.parts,
         labels=nodes.labels,
         origin_ns=nodes.origin_ns,
@@ -178,43 +194,55 @@ def assemble(nodes: Nodes, waits: NDArray[np.integer], waited_for: NDArray[np.in
     return graph, number
 
 
-def _in_order(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> Shorts:
-    """Return the nodes in an order in which each comes after all that it waits for. Raises `NotReplayable`."""
-    order = _topological(*_rows(n, waits, waited_for))
-    if len(order) < n:
-        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - len(order)))
-    return order
+def placed(column: Column, number: Shorts, kind: type[np.generic]) -> NDArray[Any]:
+    """Return the values by the numbers of their nodes."""
+    values, at = np.empty(len(number), kind), 0
+    for piece in column:
+        values[number[at : at + len(piece)]] = piece
+        at += len(piece)
+    return values
 
 
-def _rows(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Shorts, Shorts]:
-    """Return each node's dependencies, one after the other."""
-    first = np.zeros(n + 1, dtype=np.int32)
-    if _replay is not None:
-        waits, waited_for = (np.ascontiguousarray(of, dtype=np.int32) for of in (waits, waited_for))
-        before = np.empty(len(waits), dtype=np.int32)
-        _replay.rows(n, len(waits), *map(pointer, (waits, waited_for, first, before)))
-        return first, before
-    np.cumsum(np.bincount(waits, minlength=n), out=first[1:])
-    return first, waited_for.astype(np.int32, copy=False)[np.argsort(waits, kind="stable")]
+def _arranged(n: int, waits: NDArray[np.integer], waited_for: NDArray[np.integer]) -> tuple[Shorts, Shorts, Shorts]:
+    """Return numbers of the nodes, each after all that it waits for; and `first` and `before`, see `Graph`.
+
+    Raises `NotReplayable` if nodes wait for each other in a circle.
+    """
+    waits, waited_for = (np.ascontiguousarray(of, dtype=np.int32) for of in (waits, waited_for))
+    if _replay is None:
+        return _arranged_in_python(n, waits, waited_for)
+    number, first, before = (np.empty(size, dtype=np.int32) for size in (n, n + 1, len(waits)))
+    arrays = map(pointer, (waits, waited_for, number, first, before))
+    _check_all(_replay.arrange(n, len(waits), *arrays), n)
+    return number, first, before
 
 
-def _topological(first: Shorts, before: Shorts) -> Shorts:
-    """Return the nodes in an order in which each comes after all that it waits for; those in a circle are left out."""
-    n = len(first) - 1
-    if _replay is not None:
-        order = np.empty(n, dtype=np.int32)
-        return order[: _replay.order(n, pointer(first), pointer(before), pointer(order))]
-    waiting = np.diff(first).tolist()
+def _check_all(in_order: int, n: int) -> None:
+    if in_order < n:
+        raise NotReplayable(text("{n} operations wait for each other in a circle", n=n - in_order))
+
+
+def _arranged_in_python(n: int, waits: Shorts, waited_for: Shorts) -> tuple[Shorts, Shorts, Shorts]:
+    missing = np.bincount(waits, minlength=n).tolist()
+    needs: list[list[int]] = [[] for _ in range(n)]
     followers: list[list[int]] = [[] for _ in range(n)]
-    for node, other in zip(np.repeat(np.arange(n), np.diff(first)).tolist(), before.tolist(), strict=True):
-        followers[other].append(node)
-    ready = [node for node in range(n) if not waiting[node]]
+    for node, other in zip(waits.tolist(), waited_for.tolist(), strict=True):
+        needs[node].append(other)
+    for node, others in enumerate(needs):
+        for other in others:
+            followers[other].append(node)
+    ready = [node for node in range(n) if not missing[node]]
     for node in ready:  # it grows meanwhile
         for follower in followers[node]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
+            missing[follower] -= 1
+            if not missing[follower]:
                 ready.append(follower)
-    return np.array(ready, dtype=np.int32)
+    _check_all(len(ready), n)
+    number, first = np.empty(n, dtype=np.int32), np.zeros(n + 1, dtype=np.int32)
+    number[np.array(ready, dtype=np.int32)] = np.arange(n)
+    np.cumsum([len(needs[node]) for node in ready], out=first[1:])
+    before = number[np.array([other for node in ready for other in needs[node]], dtype=np.int32)]
+    return number, first, before
 
 
 def spread(first: Ints, count: Ints) -> tuple[Ints, Ints]:

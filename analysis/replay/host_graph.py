@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -20,9 +22,10 @@ from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.lookup import looked_up
 from rankscope.analysis.model.parts import BLOCKED
+from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.model.segments import MOST
 from rankscope.analysis.model.tables import in_order, numbers
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, placed, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
@@ -31,6 +34,11 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.rank_keys import RankKeys
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
+
+try:
+    from rankscope.analysis.replay import _replay
+except ImportError:  # it is built where there is a C compiler
+    _replay = None  # type: ignore[assignment]
 
 __all__ = ["HostGraph", "before_steps", "fidelity", "graph_of", "step_lengths"]
 
@@ -68,22 +76,27 @@ class HostGraph:
     matched: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Chains:
     """The main threads' nodes, rank after rank; times are keys, see `RankKeys`."""
 
     start: Ints
     end: Ints
-    phase: Ints  # row of the phases, -1 in a gap between steps
+    phase: Shorts  # row of the phases, -1 in a gap between steps
     place: Ints
     blocked: Bools
 
+    @cached_property
+    def before(self) -> Ints:
+        """The node that ends where each begins. Nodes 0 to ranks - 1 end where the ranks begin."""
+        before = np.arange(len(self.start)) + self.place[-1]
+        first = np.flatnonzero(np.diff(self.place, prepend=_NONE))
+        before[first] = self.place[first]
+        return np.asarray(before)
+
     def node_before(self, key: Ints) -> Ints:
-        """Return the node that ends where these begin. Nodes 0 to ranks - 1 end where the ranks begin."""
-        ranks = int(self.place[-1]) + 1
-        at = np.searchsorted(self.start, key)
-        first = (at == 0) | (self.place[at] != self.place[at - 1])
-        return np.where(first, self.place[at], ranks + at - 1)
+        """Return the node that ends at these times, at each of which one begins."""
+        return self.before[np.searchsorted(self.start, key)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,22 +227,38 @@ def _check_clocks(timeline: Timeline) -> None:
 
 def _chains(phases: pl.DataFrame, keys: RankKeys, arrivals: Ints) -> _Chains:
     """Return the phases, cut at arrivals, those in which a rank is blocked joined between them."""
-    low, high = keys.of(phases, "start_ns"), keys.of(phases, "end_ns")
-    at = distinct_in_order(np.concatenate([low, high, arrivals]))
-    phase = np.searchsorted(low, at[:-1], side="right") - 1
     place = keys.place(phases)
+    offset = place * keys.span - keys.origin
+    low, high = (phases[column].to_numpy() + offset for column in ("start_ns", "end_ns"))
+    ends, calls = (np.sort(times, kind="stable") for times in (high, arrivals))  # they nearly are
+    step, blocked = phases["step"].to_numpy(), phases["part"].is_in(BLOCKED).to_numpy()
+    if _replay is None:
+        return _spans_in_python(low, high, calls, place, step, blocked, keys.span)
+    most = 2 * len(low) + len(calls)
+    start, end, of_rank = (np.empty(most, np.int64) for _ in range(3))
+    phase, is_blocked = np.empty(most, np.int32), np.empty(most, np.bool_)
+    given: list[NDArray[Any]] = [low, high, ends, calls, place, np.ascontiguousarray(step, dtype=np.int32), blocked]
+    found: list[NDArray[Any]] = [start, end, phase, of_rank, is_blocked]
+    n = _replay.spans(len(low), len(calls), keys.span, *map(pointer, given + found))
+    return _Chains(start[:n], end[:n], phase[:n], of_rank[:n], is_blocked[:n])
+
+
+def _spans_in_python(
+    low: Ints, high: Ints, calls: Ints, place: Ints, step: NDArray[np.integer], blocked: Bools, span: int
+) -> _Chains:
+    at = distinct_in_order(np.concatenate([low, high, calls]))
+    phase = np.searchsorted(low, at[:-1], side="right") - 1
     start, end = at[:-1], at[1:]
     inside = start < high[phase]
     # Between the last phase of a rank and the first of the next one there is nothing.
-    on_chain = inside | (end // keys.span == place[phase])
+    on_chain = inside | (end // span == place[phase])
     start, end, phase, inside = start[on_chain], end[on_chain], phase[on_chain], inside[on_chain]
-    place, step = place[phase], phases["step"].to_numpy()[phase]
-    blocked = phases["part"].is_in(BLOCKED).to_numpy()[phase] & inside
-    called = among(start, arrivals)
-    goes_on = blocked[1:] & blocked[:-1] & ~called[1:] & (step[1:] == step[:-1]) & (start[1:] == end[:-1])
+    place, step, blocked = place[phase], step[phase], blocked[phase] & inside
+    goes_on = blocked[1:] & blocked[:-1] & ~among(start, calls)[1:] & (step[1:] == step[:-1]) & (start[1:] == end[:-1])
     first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
     last = np.concatenate([first[1:], [len(start)]]) - 1
-    return _Chains(start[first], end[last], np.where(inside, phase, _NONE)[first], place[first], blocked[first])
+    of = np.where(inside, phase, _NONE)[first].astype(np.int32)
+    return _Chains(start[first], end[last], of, place[first], blocked[first])
 
 
 def _assembled(
@@ -239,7 +268,7 @@ def _assembled(
     error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
     numbers = _Numbers(len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op))
     arrows = _Arrows()
-    arrows.tie(numbers.spans, chains.node_before(chains.start))
+    arrows.tie(numbers.spans, chains.before)
     span, row, ends = _awaited(chains, rows.arrival, rows.end)
     arrows.tie(numbers.spans[span], numbers.ends[row])
     rows = replace(rows, end=ends)
@@ -252,14 +281,16 @@ def _assembled(
     position = rows.position
     positions = int(position.max(initial=0)) + 1
     of_op, of_end = position[rows.first_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
-    cycle = np.full(len(graph), _NONE)
-    cycle[number[numbers.spans]] = np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE)
-    cycle[number[numbers.transfers]] = np.where(of_op >= 0, of_op, _NONE)
-    cycle[number[numbers.ends]] = np.where(moved.joins & (position >= 0), of_end, _NONE)
+    cycle = (
+        np.full(numbers.n_ranks, _NONE),
+        np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE),
+        np.where(of_op >= 0, of_op, _NONE),
+        np.where(moved.joins & (position >= 0), of_end, _NONE),
+    )
     return HostGraph(
         graph=graph,
-        steps=_steps(timeline, chains, nodes.step[numbers.spans], number, numbers.n_ranks, keys),
-        cycle=cycle,
+        steps=_steps(timeline, chains, nodes.step[1], number, numbers.n_ranks, keys),
+        cycle=placed(cycle, number, np.int64),
         unmatched=int((~rows.matched).sum()),
         matched=len(rows.ids),
     )
@@ -276,7 +307,7 @@ def _rows(seen: pl.DataFrame, keys: RankKeys, labels: Sequence[str]) -> _Rows:
         place=keys.place(seen),
         step=seen["step"].fill_null(_NONE).to_numpy().astype(np.int64),
         label=numbers(seen["op"], code),
-        position=_position_in_cycle(seen),
+        position=_position_in_cycle(seen, op),
         group=seen["group_id"].to_numpy(),
         queue=_queue(seen),
         instance_id=instance_id,
@@ -311,7 +342,7 @@ def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arro
     local_began, local_end = began - rows.place * keys.span, rows.end - rows.place * keys.span
     last_began = np.full(numbers.n_ops, -1)
     np.maximum.at(last_began, op[matched], local_began[matched])
-    later, earlier_op, freed_at = _queued_operations(op, local_end, rows.mutual, rows.group, last_began)
+    later, earlier_op, freed_at = _queued_operations(rows, local_end, last_began)
     last_began[later] = np.maximum(last_began[later], freed_at)
     # A rank that ended before the last one arrived did not wait for it: the root of a broadcast, a buffered send.
     joins = np.zeros(numbers.n_rows, dtype=bool)
@@ -328,7 +359,7 @@ def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arro
     arrows.tie(ends[alone], before[alone])
     arrows.tie(ends[alone & queued], ends[freed[alone & queued]])
     done[alone] = local_began[alone]
-    earlier = _latest_begun(op, local_began, local_end, alone & matched, keys.span)
+    earlier = _latest_begun(rows, local_began, local_end, alone & matched, keys.span)
     arrows.tie(ends[earlier >= 0], before[earlier[earlier >= 0]])
     done[earlier >= 0] = np.maximum(done, np.where(earlier >= 0, local_began[earlier], 0))[earlier >= 0]
     return _Moved(
@@ -349,32 +380,36 @@ def _nodes(
     span_ns: Ints,
     labels: Sequence[str],
 ) -> Nodes:
-    """Return the columns of the nodes, in the order of `_Numbers`."""
+    """Return the columns of the nodes, in the pieces of `_Numbers`."""
     in_phase = chains.phase >= 0
+    in_all = bool(in_phase.all())
 
     def of_phase(column: NDArray[np.integer]) -> Shorts:
-        return np.where(in_phase, column.astype(np.int32)[chains.phase], np.int32(_NONE))
+        values = column.astype(np.int32)[chains.phase]
+        return values if in_all else np.where(in_phase, values, np.int32(_NONE))
 
     def coded(column: str, names: Sequence[str]) -> Shorts:
         code = dict(zip(names, range(len(names)), strict=True))
         return of_phase(numbers(phases[column], code))
 
+    def same(value: int, count: int) -> Shorts:
+        return np.broadcast_to(np.int32(value), count)
+
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
-    nothing, rank, of_op = np.full(n_ranks, _NONE, np.int32), keys.ranks.astype(np.int32), rows.first_of_op
-    step, label = rows.step.astype(np.int32), rows.label.astype(np.int32)
-    start, end = (times - chains.place * keys.span for times in (chains.start, chains.end))
-    first_of_rank = np.searchsorted(chains.place, np.arange(n_ranks))
-    arrival = rows.arrival - rows.place * keys.span
-    op_end = moved.began + moved.transfer_ns
+    nothing, of_op = same(_NONE, n_ranks), rows.first_of_op
+    start, end = (times - (chains.place * keys.span - keys.origin) for times in (chains.start, chains.end))
+    begun = start[np.searchsorted(chains.place, np.arange(n_ranks))]
+    arrival = rows.arrival - (rows.place * keys.span - keys.origin)
+    began, ended = moved.began + keys.origin, moved.local_end + keys.origin
     return Nodes(
-        duration_ns=np.concatenate([start[first_of_rank], span_ns, moved.transfer_ns, moved.end_ns]).astype(float),
-        rank=np.concatenate([rank, rank[chains.place], np.full(n_ops, _NONE, np.int32), rank[rows.place]]),
-        step=np.concatenate([nothing, of_phase(phases["step"].to_numpy()), step[of_op], step]),
-        part=np.concatenate([nothing, coded("part", PARTS), np.full(n_ops + n_rows, _TRANSFER, np.int32)]),
-        label=np.concatenate([nothing, coded("label", labels), label[of_op], label]),
-        instance=np.concatenate([nothing, np.full(n_spans, _NONE), rows.ids, rows.instance_id]),
-        start_ns=keys.origin + np.concatenate([nothing + 1, start, moved.began, arrival]),
-        end_ns=keys.origin + np.concatenate([start[first_of_rank], end, op_end, moved.local_end]),
+        duration_ns=(begun - keys.origin, span_ns, moved.transfer_ns, moved.end_ns),
+        rank=(keys.ranks, keys.ranks[chains.place], same(_NONE, n_ops), keys.ranks[rows.place]),
+        step=(nothing, of_phase(phases["step"].to_numpy()), rows.step[of_op], rows.step),
+        part=(nothing, coded("part", PARTS), same(_TRANSFER, n_ops), same(_TRANSFER, n_rows)),
+        label=(nothing, coded("label", labels), rows.label[of_op], rows.label),
+        instance=(nothing, same(_NONE, n_spans), rows.ids, rows.instance_id),
+        start_ns=(same(0, n_ranks) + np.int64(keys.origin), start, began, arrival),
+        end_ns=(begun, end, began + moved.transfer_ns, ended),
         parts=PARTS,
         labels=tuple(labels),
         origin_ns=keys.origin,
@@ -410,14 +445,23 @@ def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Int
     return np.concatenate([pair_span, span[known]]), np.concatenate([pair_row, row[known]]), end
 
 
-def _position_in_cycle(seen: pl.DataFrame) -> Ints:
-    """Return the same number for the same operation of each step: its group, operation, size and place among those."""
+def _position_in_cycle(seen: pl.DataFrame, op: Ints) -> Ints:
+    """Return the same number for the same operation of each step: its group, operation, size and place among those.
+
+    A whole operation is numbered where its last rank saw it, on all of its ranks alike.
+    """
+    where = np.arange(len(op))
+    last_of_op = np.zeros(op.max(initial=0) + 1, np.int64)
+    last_of_op[op[op >= 0]] = where[op >= 0]
+    where = np.where(op >= 0, last_of_op[op], where)
+    chosen, place = distinct(where)
     kind = ["group_id", "op", "size_bytes", "peer", "tag"]
-    kinds = seen.select(kind).unique(maintain_order=True).with_row_index("_kind")
-    numbered = seen.select("rank", "step", *kind).join(kinds, on=kind, nulls_equal=True, maintain_order="left")
+    some = seen.select("rank", "step", *kind)[chosen]
+    kinds = some.select(kind).unique(maintain_order=True).with_row_index("_kind")
+    numbered = some.join(kinds, on=kind, nulls_equal=True, maintain_order="left")
     nth = numbered.select(pl.int_range(pl.len(), dtype=pl.Int64).over("rank", "step", "_kind")).to_series().to_numpy()
     _, position = distinct(numbered["_kind"].to_numpy().astype(np.int64) * (nth.max(initial=0) + 1) + nth)
-    return np.where(seen["step"].is_null().to_numpy(), _NONE, position)
+    return np.where(numbered["step"].is_null().to_numpy(), _NONE, position)[place]
 
 
 def _queue(seen: pl.DataFrame) -> Ints:
@@ -437,32 +481,33 @@ def _begins(arrival: Ints, end: Ints, queue: Ints) -> tuple[Ints, Ints]:
     return np.where(freed >= 0, np.maximum(arrival, end[freed]), arrival), freed
 
 
-def _queued_operations(
-    instance: Ints, end: Ints, mutual: Bools, group: Ints, last_began: Ints
-) -> tuple[Ints, Ints, Ints]:
+def _queued_operations(rows: _Rows, end: Ints, last_began: Ints) -> tuple[Ints, Ints, Ints]:
     """Operations in which all give to all, the one of the group whose transfer was over before it, and when it was.
 
     A transfer is over when the first rank says so: what the others took to say it holds no transfer up. Of two that
     ran at once the one that ended first counts as the earlier one.
     """
-    rows = np.flatnonzero(mutual)
-    rows = rows[np.lexsort((end[rows], instance[rows]))]
-    first = rows[np.diff(instance[rows], prepend=_NONE) != 0]
-    over = np.maximum(end[first], last_began[instance[first]])
-    order = np.lexsort((over, group[first]))
-    op, over, group = instance[first][order], over[order], group[first][order]
+    over = np.full(len(rows.ids), np.iinfo(np.int64).max)
+    np.minimum.at(over, rows.op[rows.mutual], end[rows.mutual])
+    first = rows.first_of_op
+    ops = np.flatnonzero(rows.mutual[first])
+    over, group = np.maximum(over, last_began)[ops], rows.group[first[ops]]
+    order = np.lexsort((over, group))
+    ops, over, group = ops[order], over[order], group[order]
     same = group[1:] == group[:-1]
-    return op[1:][same], op[:-1][same], over[:-1][same]
+    return ops[1:][same], ops[:-1][same], over[:-1][same]
 
 
-def _latest_begun(instance: Ints, began: Ints, end: Ints, of: Bools, span: int) -> Ints:
+def _latest_begun(rows: _Rows, began: Ints, end: Ints, of: Bools, span: int) -> Ints:
     """Return for each row of `of` the last row of its operation that had begun when it ended, -1 for the others."""
-    key = instance * span + began
+    found, asked = np.full(len(of), _NONE), np.flatnonzero(of)
+    alone = np.zeros(len(rows.ids) + 1, bool)
+    alone[rows.op[asked]] = True
+    known = np.flatnonzero(alone[rows.op])
+    key = rows.op[known] * span + began[known]
     order = np.argsort(key, kind="stable")
-    found = np.full(len(key), _NONE)
-    rows = np.flatnonzero(of)
-    at = np.searchsorted(key[order], instance[rows] * span + end[rows], side="right") - 1
-    found[rows] = order[at]
+    at = np.searchsorted(key[order], rows.op[asked] * span + end[asked], side="right") - 1
+    found[asked] = known[order[at]]
     return found
 
 
@@ -499,15 +544,15 @@ def _steps(
 ) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)
-    new = np.concatenate([[True], np.diff(step[inside] + chains.place[inside] * (step.max() + 1)) != 0])
-    first = inside[new]
-    last = inside[np.concatenate([np.flatnonzero(new)[1:], [len(inside)]]) - 1]
+    within, place = step[inside], chains.place[inside]
+    new = np.append(0, np.flatnonzero((within[1:] != within[:-1]) | (place[1:] != place[:-1])) + 1)
+    first, last = inside[new], inside[np.append(new[1:], len(inside)) - 1]
     return pl.DataFrame(
         {
             "rank": keys.ranks[chains.place[first]],
             "step": pl.Series(step[first], dtype=pl.Int32),
             "measured_ns": chains.end[last] - chains.start[first],
-            "before": number[chains.node_before(chains.start[first])],
+            "before": number[chains.before[first]],
             "last": number[n_ranks + last],
         }
     ).join(timeline.steps.select("rank", "step", "judged"), on=["rank", "step"], how="left", maintain_order="left")

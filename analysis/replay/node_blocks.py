@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.replay.graph import Graph, Nodes, assemble
+from rankscope.analysis.replay.graph import Graph, Nodes, assemble, placed
 from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = ["NodeBlocks"]
@@ -26,7 +26,7 @@ class NodeBlocks:
 
     origin_ns: int
     count: int = 0
-    columns: dict[str, list[NDArray[np.generic]]] = field(default_factory=dict)
+    columns: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
     waits: list[Shorts] = field(default_factory=list)
     waited_for: list[Shorts] = field(default_factory=list)
 
@@ -62,28 +62,26 @@ class NodeBlocks:
 
     def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Shorts, Ints]:
         """Return the graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
-        rows = {name: np.concatenate(self.columns.pop(name)) for name in [*self.columns]}
+        columns = {name: self.columns.pop(name) for name in [*self.columns]}
         waits, self.waits = np.concatenate(self.waits), []
         waited_for, self.waited_for = np.concatenate(self.waited_for), []
-        start, unordered = rows["end"] - rows["duration"], rows.pop("cycle")
+        rank, end = (np.concatenate(columns[name]) for name in ("rank", "end"))
         nodes = Nodes(
-            duration_ns=rows.pop("duration").astype(np.float64),
-            step=_step_of(steps, rows["rank"], rows["end"]),
-            rank=rows.pop("rank"),
-            part=rows.pop("part"),
-            label=rows.pop("label"),
-            instance=rows.pop("instance"),
-            start_ns=start,
-            end_ns=rows.pop("end"),
-            ahead_ns=rows.pop("ahead"),
+            duration_ns=columns["duration"],
+            step=[_step_of(steps, rank, end)],
+            rank=[rank],
+            part=columns["part"],
+            label=columns["label"],
+            instance=columns["instance"],
+            start_ns=[end - took for end, took in zip(columns["end"], columns["duration"], strict=True)],
+            end_ns=[end],
+            ahead_ns=columns["ahead"],
             parts=parts,
             labels=labels,
             origin_ns=self.origin_ns,
         )
         graph, number = assemble(nodes, waits, waited_for)
-        cycle = np.empty_like(unordered)
-        cycle[number] = unordered
-        return graph, number, cycle
+        return graph, number, placed(columns["cycle"], number, np.int64)
 
 
 def _step_of(steps: pl.DataFrame, rank: Ints, end: Ints) -> Ints:

@@ -14,9 +14,9 @@ NONE = np.empty(0, dtype=np.int64)
 
 
 def graph_of(duration_ns, waits, waited_for):
-    nothing = np.zeros(len(duration_ns), dtype=np.int64)
+    nothing = [np.zeros(len(duration_ns), dtype=np.int64)]
     nodes = Nodes(
-        duration_ns=np.array(duration_ns, dtype=float),
+        duration_ns=[np.array(duration_ns, dtype=float)],
         **dict.fromkeys(("rank", "step", "part", "label", "instance", "start_ns", "end_ns"), nothing),
         parts=(),
         labels=(),

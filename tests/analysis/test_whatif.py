@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from dataclasses import fields
 
+import numpy as np
 import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
@@ -51,6 +54,25 @@ def test_operation_that_a_rank_did_not_record_keeps_its_length_and_is_counted(tm
     lengths = step_lengths(host, replay(host.graph, host.graph.duration_ns))
     assert lengths.tolist() == host.steps["measured_ns"].to_list()
     assert (host.matched, host.unmatched) == (STEPS - 1, 1)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("rankscope.analysis.replay._replay") is None, reason="it was built without a C compiler"
+)
+def test_graph_of_the_compiled_loops_and_of_their_python_twins_agree(tmp_path, monkeypatch):
+    """Also where an operation has no partner, and a rank is blocked when it calls the next one."""
+    timeline = build_timeline(
+        Trace.open(record(tmp_path, {0: [40, 60, 50], 1: [55, 45]}, {0: 20, 1: [0, 5]}, transfer=[10, 14], forgets=5))
+    )
+    fast = graph_of(timeline)
+    for of in ("graph", "host_graph"):
+        monkeypatch.setattr(f"rankscope.analysis.replay.{of}._replay", None)
+    slow = graph_of(timeline)
+    for column in (field.name for field in fields(fast.graph)):
+        one, other = (getattr(host.graph, column) for host in (fast, slow))
+        assert np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other, column
+    assert fast.cycle.tolist() == slow.cycle.tolist()
+    assert fast.steps.equals(slow.steps)
 
 
 def test_fidelity_is_of_steps_that_nothing_was_fitted_to(tmp_path):
