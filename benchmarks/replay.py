@@ -94,9 +94,9 @@ def made_up_job(ranks: int, steps: int, collectives: int) -> tuple[Nodes, np.nda
     waits = [np.repeat(transfer, ranks), end.ravel(), own[1:].ravel()]
     waited_for = [own.ravel(), np.repeat(transfer, ranks), end[:-1].ravel()]
     n = 2 * own.size + rounds
-    nothing = [np.zeros(n, dtype=np.int64)]
+    nothing = np.zeros(n, dtype=np.int64)
     nodes = Nodes(
-        duration_ns=[np.random.default_rng(0).uniform(0.9e6, 1.1e6, n)],
+        duration_ns=np.random.default_rng(0).uniform(0.9e6, 1.1e6, n),
         **dict.fromkeys(("rank", "step", "part", "label", "instance", "start_ns", "end_ns"), nothing),
         parts=(),
         labels=(),
@@ -109,7 +109,7 @@ def speed(rounds: int) -> None:
     print(f"{'graph of a job':40}{'nodes':>10}{'M nodes/s':>11}{'to build, s':>13}")
     for ranks, steps, collectives in ((8, 100, 50), (64, 200, 50), (1024, 20, 50)):
         job = made_up_job(ranks, steps, collectives)
-        graph, _ = assemble(*job)
+        graph = assemble(*job)
         build = best_of(1, lambda job=job: assemble(*job))
         seconds = best_of(rounds, lambda graph=graph: replay(graph, graph.duration_ns))
         name = f"{ranks} ranks, {steps} steps, {collectives} collectives each"

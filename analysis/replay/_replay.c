@@ -13,55 +13,56 @@
 
 static PyObject *replay(PyObject *self, PyObject *args)
 {
-    unsigned long long a[4];
+    unsigned long long a[5];
     Py_ssize_t n, i;
+    int wrong = 0;
     (void)self;
-    if (!PyArg_ParseTuple(args, "nKKKK", &n, &a[0], &a[1], &a[2], &a[3]))
+    if (!PyArg_ParseTuple(args, "nKKKKK", &n, &a[0], &a[1], &a[2], &a[3], &a[4]))
         return NULL;
-    const int32_t *first = AT(const int32_t, a[0]);
-    const int32_t *before = AT(const int32_t, a[1]);
-    const double *duration = AT(const double, a[2]);
-    double *end = AT(double, a[3]);
+    const int32_t *order = AT(const int32_t, a[0]);
+    const int32_t *first = AT(const int32_t, a[1]), *before = AT(const int32_t, a[2]);
+    const double *duration = AT(const double, a[3]);
+    double *end = AT(double, a[4]);
     Py_BEGIN_ALLOW_THREADS
-    for (i = 0; i < n; i++) {
+    for (i = 0; i < n && !wrong; i++) {
+        int32_t node = order[i];
+        if ((wrong = (uint32_t)node >= (uint64_t)n))
+            break;
         double start = 0.0;
-        int64_t k = first[i], stop = first[i + 1];
+        int64_t k = first[node], stop = first[node + 1];
         if (k < stop) {
-            if ((uint32_t)before[k] >= (uint64_t)i)
+            if ((wrong = (uint32_t)before[k] >= (uint64_t)n))
                 break;
             start = end[before[k]];
         }
         for (k++; k < stop; k++) {
-            if ((uint32_t)before[k] >= (uint64_t)i)
-                goto done;
+            if ((wrong = (uint32_t)before[k] >= (uint64_t)n))
+                break;
             if (end[before[k]] > start)
                 start = end[before[k]];
         }
-        end[i] = start + duration[i];
+        end[node] = start + duration[node];
     }
-done:;
     Py_END_ALLOW_THREADS
-    if (i < n)
-        return PyErr_Format(PyExc_ValueError, "node %zd waits for one that does not come before it", i);
+    if (wrong)
+        return PyErr_Format(PyExc_ValueError, "there is no such node at place %zd", i);
     Py_RETURN_NONE;
 }
 
-/* Numbers in which each node comes after all that it waits for (Kahn's algorithm, first come first served, so that nodes
- * of about the same time lie near each other), and by number what it waits for, in the order of the pairs. */
+/* What each node waits for, in the order of the pairs; and the nodes in an order in which each comes after all of that
+ * (Kahn's algorithm, first come first served, so that what is read lies near what was read for the node before). */
 static PyObject *arrange(PyObject *self, PyObject *args)
 {
     unsigned long long a[5];
-    Py_ssize_t n, m, head = 0, tail = 0;
+    Py_ssize_t n, m, tail = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "nnKKKKK", &n, &m, &a[0], &a[1], &a[2], &a[3], &a[4]))
         return NULL;
     const int32_t *waits = AT(const int32_t, a[0]), *waited_for = AT(const int32_t, a[1]);
-    int32_t *number = AT(int32_t, a[2]), *first = AT(int32_t, a[3]), *before = AT(int32_t, a[4]);
-    /* Where a node's pairs end among those sorted by who waits, and by who is waited for. */
-    int32_t *own = calloc((size_t)n + 1, sizeof *own), *others = calloc((size_t)n + 1, sizeof *others);
-    int32_t *needs = malloc(((size_t)m + 1) * sizeof *needs), *follower = malloc(((size_t)m + 1) * sizeof *follower);
-    int32_t *missing = malloc(((size_t)n + 1) * sizeof *missing), *ready = malloc(((size_t)n + 1) * sizeof *ready);
-    int no_memory = !own || !others || !needs || !follower || !missing || !ready, wrong = 0;
+    int32_t *first = AT(int32_t, a[2]), *before = AT(int32_t, a[3]), *order = AT(int32_t, a[4]);
+    int32_t *missing = calloc((size_t)n + 1, sizeof *missing), *others = calloc((size_t)n + 2, sizeof *others);
+    int32_t *follower = malloc(((size_t)m + 1) * sizeof *follower);
+    int no_memory = !missing || !others || !follower, wrong = 0;
     if (no_memory)
         goto done;
     Py_BEGIN_ALLOW_THREADS
@@ -69,37 +70,27 @@ static PyObject *arrange(PyObject *self, PyObject *args)
         wrong |= (uint32_t)waits[k] >= (uint64_t)n || (uint32_t)waited_for[k] >= (uint64_t)n;
     if (!wrong) {
         for (int64_t k = 0; k < m; k++)
-            own[waits[k] + 1]++, others[waited_for[k] + 1]++;
-        for (int64_t i = 0; i < n; i++) {
-            missing[i] = own[i + 1];
-            own[i + 1] += own[i], others[i + 1] += others[i];
-        }
-        for (int64_t k = 0; k < m; k++)
-            needs[own[waits[k]]++] = waited_for[k];
-        for (int64_t i = 0, k = 0; i < n; i++)
-            for (; k < own[i]; k++)
-                follower[others[needs[k]]++] = (int32_t)i;
-        for (int64_t i = 0; i < n; i++)
-            if (!missing[i])
-                ready[tail++] = (int32_t)i;
-        for (; head < tail; head++) {
-            int32_t node = ready[head];
-            number[node] = (int32_t)head;
-            for (int64_t k = node ? others[node - 1] : 0; k < others[node]; k++)
-                if (!--missing[follower[k]])
-                    ready[tail++] = follower[k];
-        }
+            missing[waits[k]]++, others[waited_for[k] + 2]++;
         first[0] = 0;
-        for (int64_t i = 0; i < tail; i++) {
-            int32_t node = ready[i], at = first[i];
-            for (int64_t k = node ? own[node - 1] : 0; k < own[node]; k++)
-                before[at++] = number[needs[k]];
-            first[i + 1] = at;
+        for (int64_t i = 0; i < n; i++)
+            first[i + 1] = first[i] + missing[i], others[i + 2] += others[i + 1];
+        for (int64_t k = 0; k < m; k++)
+            before[first[waits[k] + 1] - missing[waits[k]]--] = waited_for[k];
+        for (int64_t i = 0; i < n; i++) {
+            missing[i] = first[i + 1] - first[i];
+            for (int64_t k = first[i]; k < first[i + 1]; k++)
+                follower[others[before[k] + 1]++] = (int32_t)i;
+            if (!missing[i])
+                order[tail++] = (int32_t)i;
         }
+        for (Py_ssize_t head = 0; head < tail; head++)
+            for (int64_t k = others[order[head]]; k < others[order[head] + 1]; k++)
+                if (!--missing[follower[k]])
+                    order[tail++] = follower[k];
     }
     Py_END_ALLOW_THREADS
 done:
-    free(own), free(others), free(needs), free(follower), free(missing), free(ready);
+    free(missing), free(others), free(follower);
     if (no_memory)
         return PyErr_NoMemory();
     if (wrong) {
@@ -174,10 +165,12 @@ static PyObject *chain(PyObject *self, PyObject *args)
     int32_t *nodes = AT(int32_t, a[3]);
     while (last >= 0) {
         int32_t longest = -1;
+        if (found == n)
+            return PyErr_Format(PyExc_ValueError, "node %zd waits for itself", last);
         nodes[found++] = (int32_t)last;
         for (int32_t k = first[last]; k < first[last + 1]; k++) {
-            if ((uint32_t)before[k] >= (uint64_t)last)
-                return PyErr_Format(PyExc_ValueError, "node %zd waits for one that does not come before it", last);
+            if ((uint32_t)before[k] >= (uint64_t)n)
+                return PyErr_Format(PyExc_ValueError, "node %zd waits for one that does not exist", last);
             if (longest < 0 || end[before[k]] >= end[longest])
                 longest = before[k];
         }
@@ -188,7 +181,7 @@ static PyObject *chain(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"replay", replay, METH_VARARGS, "When each node ends."},
-    {"arrange", arrange, METH_VARARGS, "Numbers of nodes, each after what it waits for: of how many."},
+    {"arrange", arrange, METH_VARARGS, "Nodes, each after what it waits for: how many."},
     {"spans", spans, METH_VARARGS, "The spans of main threads: how many."},
     {"chain", chain, METH_VARARGS, "What a node waits for longest."},
     {NULL, NULL, 0, NULL},

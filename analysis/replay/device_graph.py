@@ -101,11 +101,10 @@ def device_graph(timeline: Timeline) -> HostGraph:
         ends.append(ended)
         unmatched += alone
     instances = _add_transfers(nodes, sides)
-    graph, number, cycle = nodes.graph(timeline.steps, tuple(PARTS), tuple(labels))
-    steps = pl.concat(ends)
+    graph, cycle = nodes.graph(timeline.steps, tuple(PARTS), tuple(labels))
     return HostGraph(
         graph=graph,
-        steps=steps.with_columns(before=number[steps["before"].to_numpy()], last=number[steps["last"].to_numpy()]),
+        steps=pl.concat(ends),
         cycle=cycle,
         unmatched=unmatched,
         matched=instances,

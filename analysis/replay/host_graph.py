@@ -25,7 +25,7 @@ from rankscope.analysis.model.parts import BLOCKED
 from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.model.segments import MOST
 from rankscope.analysis.model.tables import in_order, numbers
-from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, placed, replay, spread
+from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
 from rankscope.analysis.timeline.build import Timeline
@@ -276,8 +276,8 @@ def _assembled(
     node, row = _joined_by_backward(timeline.regions, rows, chains, keys)
     arrows.tie(numbers.spans[node], numbers.ends[row])
     moved = _moved(chains, rows, keys, numbers, arrows, error_ns)
-    nodes = _nodes(phases, chains, rows, keys, moved, span_ns, labels)
-    graph, number = assemble(nodes, *arrows.all())
+    step = _of_phases(chains, phases["step"].to_numpy())
+    nodes = _nodes(phases, step, chains, rows, keys, moved, span_ns, labels)
     position = rows.position
     positions = int(position.max(initial=0)) + 1
     of_op, of_end = position[rows.first_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
@@ -288,9 +288,9 @@ def _assembled(
         np.where(moved.joins & (position >= 0), of_end, _NONE),
     )
     return HostGraph(
-        graph=graph,
-        steps=_steps(timeline, chains, nodes.step[1], number, numbers.n_ranks, keys),
-        cycle=placed(cycle, number, np.int64),
+        graph=assemble(nodes, *arrows.all()),
+        steps=_steps(timeline, chains, step, keys),
+        cycle=np.concatenate(cycle),
         unmatched=int((~rows.matched).sum()),
         matched=len(rows.ids),
     )
@@ -371,8 +371,16 @@ def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arro
     )
 
 
+def _of_phases(chains: _Chains, column: NDArray[np.integer]) -> Shorts:
+    """Return for each span the value of its phase, -1 where it is in none."""
+    values = column.astype(np.int32)[chains.phase]
+    values[chains.phase < 0] = _NONE
+    return values
+
+
 def _nodes(
     phases: pl.DataFrame,
+    step: Shorts,
     chains: _Chains,
     rows: _Rows,
     keys: RankKeys,
@@ -380,36 +388,30 @@ def _nodes(
     span_ns: Ints,
     labels: Sequence[str],
 ) -> Nodes:
-    """Return the columns of the nodes, in the pieces of `_Numbers`."""
-    in_phase = chains.phase >= 0
-    in_all = bool(in_phase.all())
-
-    def of_phase(column: NDArray[np.integer]) -> Shorts:
-        values = column.astype(np.int32)[chains.phase]
-        return values if in_all else np.where(in_phase, values, np.int32(_NONE))
+    """Return the columns of the nodes, in the order of `_Numbers`; `step` of the spans."""
 
     def coded(column: str, names: Sequence[str]) -> Shorts:
-        code = dict(zip(names, range(len(names)), strict=True))
-        return of_phase(numbers(phases[column], code))
+        return _of_phases(chains, numbers(phases[column], dict(zip(names, range(len(names)), strict=True))))
 
-    def same(value: int, count: int) -> Shorts:
-        return np.broadcast_to(np.int32(value), count)
+    def together(kind: type[np.number], *pieces: NDArray[Any]) -> NDArray[Any]:
+        return np.concatenate(pieces, dtype=kind, casting="unsafe")
 
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
-    nothing, of_op = same(_NONE, n_ranks), rows.first_of_op
+    nothing, of_op = np.broadcast_to(_NONE, n_ranks), rows.first_of_op
     start, end = (times - (chains.place * keys.span - keys.origin) for times in (chains.start, chains.end))
     begun = start[np.searchsorted(chains.place, np.arange(n_ranks))]
     arrival = rows.arrival - (rows.place * keys.span - keys.origin)
     began, ended = moved.began + keys.origin, moved.local_end + keys.origin
+    of_ops, transfer = np.broadcast_to(_NONE, n_ops), np.broadcast_to(_TRANSFER, n_ops + n_rows)
     return Nodes(
-        duration_ns=(begun - keys.origin, span_ns, moved.transfer_ns, moved.end_ns),
-        rank=(keys.ranks, keys.ranks[chains.place], same(_NONE, n_ops), keys.ranks[rows.place]),
-        step=(nothing, of_phase(phases["step"].to_numpy()), rows.step[of_op], rows.step),
-        part=(nothing, coded("part", PARTS), same(_TRANSFER, n_ops), same(_TRANSFER, n_rows)),
-        label=(nothing, coded("label", labels), rows.label[of_op], rows.label),
-        instance=(nothing, same(_NONE, n_spans), rows.ids, rows.instance_id),
-        start_ns=(same(0, n_ranks) + np.int64(keys.origin), start, began, arrival),
-        end_ns=(begun, end, began + moved.transfer_ns, ended),
+        duration_ns=together(np.float64, begun - keys.origin, span_ns, moved.transfer_ns, moved.end_ns),
+        rank=together(np.int32, keys.ranks, keys.ranks[chains.place], of_ops, keys.ranks[rows.place]),
+        step=together(np.int32, nothing, step, rows.step[of_op], rows.step),
+        part=together(np.int32, nothing, coded("part", PARTS), transfer),
+        label=together(np.int32, nothing, coded("label", labels), rows.label[of_op], rows.label),
+        instance=together(np.int64, nothing, np.broadcast_to(_NONE, n_spans), rows.ids, rows.instance_id),
+        start_ns=together(np.int64, np.broadcast_to(keys.origin, n_ranks), start, began, arrival),
+        end_ns=together(np.int64, begun, end, began + moved.transfer_ns, ended),
         parts=PARTS,
         labels=tuple(labels),
         origin_ns=keys.origin,
@@ -534,14 +536,7 @@ def _joined_by_backward(
     return at[keep], rows[keep]
 
 
-def _steps(
-    timeline: Timeline,
-    chains: _Chains,
-    step: NDArray[np.integer],
-    number: NDArray[np.int32],
-    n_ranks: int,
-    keys: RankKeys,
-) -> pl.DataFrame:
+def _steps(timeline: Timeline, chains: _Chains, step: Shorts, keys: RankKeys) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)
     within, place = step[inside], chains.place[inside]
@@ -552,8 +547,8 @@ def _steps(
             "rank": keys.ranks[chains.place[first]],
             "step": pl.Series(step[first], dtype=pl.Int32),
             "measured_ns": chains.end[last] - chains.start[first],
-            "before": number[chains.before[first]],
-            "last": number[n_ranks + last],
+            "before": chains.before[first],
+            "last": len(keys.ranks) + last,
         }
     ).join(timeline.steps.select("rank", "step", "judged"), on=["rank", "step"], how="left", maintain_order="left")
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.replay.graph import Graph, Nodes, assemble, placed
+from rankscope.analysis.replay.graph import Graph, Nodes, assemble
 from rankscope.analysis.timeline.device_time import by_rank
 
 __all__ = ["NodeBlocks"]
@@ -60,28 +60,27 @@ class NodeBlocks:
         self.waits.append(nodes[known].astype(np.int32))
         self.waited_for.append(others[known].astype(np.int32))
 
-    def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Shorts, Ints]:
-        """Return the graph, each node's number in it and, by that number, its cycle. What was added is gone then."""
-        columns = {name: self.columns.pop(name) for name in [*self.columns]}
+    def graph(self, steps: pl.DataFrame, parts: tuple[str, ...], labels: tuple[str, ...]) -> tuple[Graph, Ints]:
+        """Return the graph and, by node, its cycle. What was added is gone then."""
+        rows = {name: np.concatenate(self.columns.pop(name)) for name in [*self.columns]}
         waits, self.waits = np.concatenate(self.waits), []
         waited_for, self.waited_for = np.concatenate(self.waited_for), []
-        rank, end = (np.concatenate(columns[name]) for name in ("rank", "end"))
+        start, cycle = rows["end"] - rows["duration"], rows.pop("cycle")
         nodes = Nodes(
-            duration_ns=columns["duration"],
-            step=[_step_of(steps, rank, end)],
-            rank=[rank],
-            part=columns["part"],
-            label=columns["label"],
-            instance=columns["instance"],
-            start_ns=[end - took for end, took in zip(columns["end"], columns["duration"], strict=True)],
-            end_ns=[end],
-            ahead_ns=columns["ahead"],
+            duration_ns=rows.pop("duration").astype(np.float64),
+            step=_step_of(steps, rows["rank"], rows["end"]),
+            rank=rows.pop("rank"),
+            part=rows.pop("part"),
+            label=rows.pop("label"),
+            instance=rows.pop("instance"),
+            start_ns=start,
+            end_ns=rows.pop("end"),
+            ahead_ns=rows.pop("ahead"),
             parts=parts,
             labels=labels,
             origin_ns=self.origin_ns,
         )
-        graph, number = assemble(nodes, waits, waited_for)
-        return graph, number, placed(columns["cycle"], number, np.int64)
+        return assemble(nodes, waits, waited_for), cycle
 
 
 def _step_of(steps: pl.DataFrame, rank: Ints, end: Ints) -> Ints:
