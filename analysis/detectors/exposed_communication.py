@@ -53,7 +53,7 @@ import polars as pl
 from rankscope.analysis.detectors import FEW_STEPS, judged_grid, longest_rows, price
 from rankscope.analysis.metrics.backward import last_backwards, last_backwards_by_marks
 from rankscope.analysis.metrics.exposed_communication import hidden_behind, is_awaited, with_exposed
-from rankscope.analysis.metrics.exposed_operations import BY_SORT, P2P, computed, exposed_operations
+from rankscope.analysis.metrics.exposed_operations import BY_SORT, P2P, computed, exposed_operations, surely_saved_ns
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import (
     ENOUGH_STEPS,
@@ -83,6 +83,7 @@ detector = Detector(
     cost="bounded",
     # No link is faster.
     bound=lambda finding: f"op:{finding.where}=0" if finding.where in OPS and finding.fix else None,
+    saves_at_least=lambda finding, of: surely_saved_ns(of["collectives"], of["phases"], finding.where),
     has_other_fixes=True,  # faster links, fewer bytes
     waited_for=False,
     lost_as=AS_EXPOSED,
@@ -306,7 +307,6 @@ class _Operations:
         """Return its cost without that of other findings.
 
         Of few steps its operations are the sample, or the steps where these agree better.
-
         Where the steps but the one that loses most lose less than a third of the mean, it is an event of that step.
         """
         values = np.maximum(self.exposed_ns - elsewhere_ns, 0.0)

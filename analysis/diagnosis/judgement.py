@@ -11,7 +11,7 @@ from functools import cache
 
 import polars as pl
 
-from rankscope.analysis.detectors import detectors, spec_of
+from rankscope.analysis.detectors import detectors
 from rankscope.analysis.diagnosis.by_replay import blamed_by_replay
 from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.checks import ask, least_fraction, waits_unseen
@@ -21,6 +21,7 @@ from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.savings import (
     as_replayed,
     cures,
+    depends_on_replay,
     measure_of,
     predicted_fixes,
     replayable,
@@ -89,10 +90,11 @@ def judge(trace: Trace, timeline: Timeline, options: ReportOptions, *, replays: 
         there = {one.detector for one in measured}
         healthy = [check for check in healthy if check.detector not in there]
         not_checked = [check for check in not_checked if check.detector not in there]
-    found, hidden = as_replayed(measured, measure, lambda kind: least_fraction(kind, tables))
-    healthy = with_hidden(healthy, hidden, found, not_checked)
-    replays = replays or len(found) > 1 or any(spec_of(one.detector).cost != "measured" for one in found)
-    findings, fidelity = with_gains(tuple(found), measure) if replays else (tuple(found), None)
+    findings, fidelity = tuple(measured), None
+    if replays or depends_on_replay(measured, tables):
+        found, hidden = as_replayed(measured, measure, lambda kind: least_fraction(kind, tables))
+        healthy = with_hidden(healthy, hidden, found, not_checked)
+        findings, fidelity = with_gains(tuple(found), measure)
     fixes = cache(lambda: predicted_fixes(measure(), findings, costs(), fidelity))
     blamed = blamed_by_replay(lambda: fixes()[0], findings, tables)
     all_found = findings if blamed is None else (*findings, blamed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ __all__ = [
     "Measure",
     "as_replayed",
     "cures",
+    "depends_on_replay",
     "measure_of",
     "predicted_fixes",
     "replayable",
@@ -92,6 +93,16 @@ def tried(make: Callable[[], _Made]) -> _Made | Unreplayable:
         why = text("the replay failed: {kind}: {error}", kind=type(error).__name__, error=error)
         print(f"rankscope: {why}", file=sys.stderr)
         return Unreplayable(why)
+
+
+def depends_on_replay(findings: Sequence[Finding], tables: Mapping[str, pl.DataFrame]) -> bool:
+    """Say whether what findings cost, or which of several is the cause, depends on a replay."""
+    if len(findings) != 1:
+        return len(findings) > 1
+    (one,), spec = findings, spec_of(findings[0].detector)
+    if spec.cost == "measured" or spec.bound(one) is None:
+        return False
+    return spec.saves_at_least is None or spec.saves_at_least(one, tables) < one.lost_ns_per_step
 
 
 def as_replayed(

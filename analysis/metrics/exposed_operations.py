@@ -10,11 +10,12 @@ from rankscope.analysis.metrics.exposed_communication import described, kind_of_
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
-from rankscope.analysis.model.tables import WORDS
+from rankscope.analysis.model.tables import WORDS, in_order
 from rankscope.analysis.text.phrases import NO_ROLES
+from rankscope.analysis.timeline.rank_keys import RankKeys
 from rankscope.collectors.schema import OPS, P2P_OPS
 
-__all__ = ["BY_SORT", "P2P", "computed", "exposed_operations"]
+__all__ = ["BY_SORT", "P2P", "computed", "exposed_operations", "surely_saved_ns"]
 
 BY_SORT = ["sort", "kind", "op"]
 P2P = "p2p"  # sends and receives
@@ -50,6 +51,40 @@ def exposed_operations(collectives: pl.DataFrame, phases: pl.DataFrame, groups: 
         transfer_ns=(pl.col("end_ns") - pl.col("begin_ns")).clip(0, None),
         is_edge=_edges(rows, purpose, len(purposes)),
     )
+
+
+def surely_saved_ns(collectives: pl.DataFrame, phases: pl.DataFrame, op: str) -> float:
+    """Return what a step saves at least, had these operations' transfers taken no time, ns.
+
+    By operations of all ranks: without its transfer each rank goes on earlier by what it blocks the rank that it blocks
+    least, and so does all that follows, as what was queued behind it in its group. It counts for nothing where, when it
+    ends, another kind of operation is under way that may end as late as before: one that was called before it, or in
+    another group. 0 where devices did the work, which may wait for their launches instead.
+    """
+    on_devices = "device_start_ns" in collectives.columns and collectives["device_start_ns"].is_not_null().any()
+    rows, ranks = with_exposed(collectives, phases), phases["rank"].n_unique()
+    whole = rows.filter(pl.col("op") == op, pl.col("instance_id").is_not_null(), pl.col("group_size") == ranks)
+    if on_devices or whole.is_empty():
+        return 0.0
+    first = int(collectives["start_ns"].to_numpy().min())
+    last = int(pl.concat([collectives["start_ns"], collectives["end_ns"].drop_nulls()]).to_numpy().max())
+    keys = RankKeys(distinct(collectives["rank"].to_numpy())[0], first, last - first + 1)
+    others = collectives.filter(pl.col("op") != op).select(
+        "rank", "group_id", "start_ns", pl.col("end_ns").fill_null(last)
+    )
+    others, total_ns = in_order(others, "rank", "start_ns"), 0
+    for (group,), of_group in whole.group_by("group_id"):
+        ends, is_over = keys.of(of_group, "end_ns"), np.ones(len(of_group), bool)
+        in_group = pl.col("group_id") == group
+        for some, until in ((others.filter(in_group), "start_ns"), (others.filter(~in_group), "end_ns")):
+            begun = np.searchsorted(keys.of(some, "start_ns"), keys.of(of_group, until))
+            reached = np.maximum.accumulate(keys.of(some, "end_ns"))
+            is_over &= np.append(np.iinfo(np.int64).min, reached)[begun] <= ends
+        instances, instance = distinct(of_group["instance_id"].to_numpy())
+        least = np.full(len(instances), np.iinfo(np.int64).max)
+        np.minimum.at(least, instance, np.where(is_over, of_group["exposed_ns"].to_numpy(), 0))
+        total_ns += int(least[np.bincount(instance) == ranks].sum())
+    return total_ns / phases["step"].n_unique()
 
 
 def _purposes(rows: pl.DataFrame, groups: pl.DataFrame) -> tuple[pl.DataFrame, Ints]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rankscope.analysis.model.finding import Finding
 from rankscope.analysis.text.message import Text
+
+if TYPE_CHECKING:
+    import polars as pl
 
 __all__ = ["AS_EXPOSED", "AS_WAITING", "Detector", "name_of"]
 
@@ -34,6 +37,8 @@ class Detector:
     cost: "measured" by itself; or that and at most what its fix brings in a replay ("bounded"), or just what its fix
         brings ("as_replayed"). The latter two need a threshold `min_fraction`.
     bound: the fix of a finding by which its cost is bounded, where that is not the one that it names.
+    saves_at_least: what the fix by which its cost is bounded saves at least, ns per step, by the tables alone: where
+        that is no less than the cost, nothing need be replayed for it.
     has_other_fixes: the fix that is replayed is one of several, so that its findings rank by what they cost.
     waited_for: other ranks wait for those that its finding names.
     slows_all_alike: what it finds does not explain that ranks wait for each other.
@@ -54,6 +59,7 @@ class Detector:
     explains_within_error: bool = False
     cost: Literal["measured", "bounded", "as_replayed"] = "measured"
     bound: Callable[[Finding], str | None] = attrgetter("fix")
+    saves_at_least: Callable[[Finding, Mapping[str, pl.DataFrame]], float] | None = None
     has_other_fixes: bool = False
     waited_for: bool = True
     slows_all_alike: bool = False

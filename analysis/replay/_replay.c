@@ -1,4 +1,4 @@
-/* The fast twin of loops in graph.py and host_graph.py, which say what is computed. Arrays come as addresses, since the
+/* The fast twin of loops in graph.py and chains.py, which say what is computed. Arrays come as addresses, since the
  * limited API has no buffers before 3.11; the callers answer for their types and lengths. What nodes wait for is checked
  * here: a wrong number is an error and not a wild read. */
 #define PY_SSIZE_T_CLEAN
@@ -100,7 +100,7 @@ done:
     return PyLong_FromSsize_t(tail);
 }
 
-/* The fast twin of `_spans_in_python` in host_graph.py: main threads cut where phases begin and end and at calls. */
+/* The fast twin of `_spans_in_python` in chains.py: main threads cut where phases begin and end and at calls. */
 static PyObject *spans(PyObject *self, PyObject *args)
 {
     unsigned long long a[12];

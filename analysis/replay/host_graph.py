@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rankscope.analysis.metrics.distinct import among, distinct, distinct_in_order
+from rankscope.analysis.metrics.distinct import among, distinct
 from rankscope.analysis.metrics.host_stalls import only_hosts_seen
 from rankscope.analysis.metrics.trend import longer_stretch
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.model.lookup import looked_up
-from rankscope.analysis.model.parts import BLOCKED
-from rankscope.analysis.model.pointers import pointer
 from rankscope.analysis.model.segments import MOST
 from rankscope.analysis.model.tables import in_order, numbers
+from rankscope.analysis.replay.chains import Chains, chains_of
 from rankscope.analysis.replay.graph import Floats, Graph, Ints, Nodes, Shorts, assemble, replay, spread
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.units import duration
@@ -34,11 +32,6 @@ from rankscope.analysis.timeline.matching import MUTUAL_OPS
 from rankscope.analysis.timeline.rank_keys import RankKeys
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotReplayable
-
-try:
-    from rankscope.analysis.replay import _replay
-except ImportError:  # it is built where there is a C compiler
-    _replay = None  # type: ignore[assignment]
 
 __all__ = ["HostGraph", "before_steps", "fidelity", "graph_of", "step_lengths"]
 
@@ -74,29 +67,6 @@ class HostGraph:
     cycle: Ints
     unmatched: int  # operations that have their measured length and do not wait for peers
     matched: int
-
-
-@dataclass(frozen=True)
-class _Chains:
-    """The main threads' nodes, rank after rank; times are keys, see `RankKeys`."""
-
-    start: Ints
-    end: Ints
-    phase: Shorts  # row of the phases, -1 in a gap between steps
-    place: Ints
-    blocked: Bools
-
-    @cached_property
-    def before(self) -> Ints:
-        """The node that ends where each begins. Nodes 0 to ranks - 1 end where the ranks begin."""
-        before = np.arange(len(self.start)) + self.place[-1]
-        first = np.flatnonzero(np.diff(self.place, prepend=_NONE))
-        before[first] = self.place[first]
-        return np.asarray(before)
-
-    def node_before(self, key: Ints) -> Ints:
-        """Return the node that ends at these times, at each of which one begins."""
-        return self.before[np.searchsorted(self.start, key)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,46 +195,10 @@ def _check_clocks(timeline: Timeline) -> None:
         raise NotReplayable(text("the nodes' clocks may be off by {error}", error=duration(max(known))))
 
 
-def _chains(phases: pl.DataFrame, keys: RankKeys, arrivals: Ints) -> _Chains:
-    """Return the phases, cut at arrivals, those in which a rank is blocked joined between them."""
-    place = keys.place(phases)
-    offset = place * keys.span - keys.origin
-    low, high = (phases[column].to_numpy() + offset for column in ("start_ns", "end_ns"))
-    ends, calls = (np.sort(times, kind="stable") for times in (high, arrivals))  # they nearly are
-    step, blocked = phases["step"].to_numpy(), phases["part"].is_in(BLOCKED).to_numpy()
-    if _replay is None:
-        return _spans_in_python(low, high, calls, place, step, blocked, keys.span)
-    most = 2 * len(low) + len(calls)
-    start, end, of_rank = (np.empty(most, np.int64) for _ in range(3))
-    phase, is_blocked = np.empty(most, np.int32), np.empty(most, np.bool_)
-    given: list[NDArray[Any]] = [low, high, ends, calls, place, np.ascontiguousarray(step, dtype=np.int32), blocked]
-    found: list[NDArray[Any]] = [start, end, phase, of_rank, is_blocked]
-    n = _replay.spans(len(low), len(calls), keys.span, *map(pointer, given + found))
-    return _Chains(start[:n], end[:n], phase[:n], of_rank[:n], is_blocked[:n])
-
-
-def _spans_in_python(
-    low: Ints, high: Ints, calls: Ints, place: Ints, step: NDArray[np.integer], blocked: Bools, span: int
-) -> _Chains:
-    at = distinct_in_order(np.concatenate([low, high, calls]))
-    phase = np.searchsorted(low, at[:-1], side="right") - 1
-    start, end = at[:-1], at[1:]
-    inside = start < high[phase]
-    # Between the last phase of a rank and the first of the next one there is nothing.
-    on_chain = inside | (end // span == place[phase])
-    start, end, phase, inside = start[on_chain], end[on_chain], phase[on_chain], inside[on_chain]
-    place, step, blocked = place[phase], step[phase], blocked[phase] & inside
-    goes_on = blocked[1:] & blocked[:-1] & ~among(start, calls)[1:] & (step[1:] == step[:-1]) & (start[1:] == end[:-1])
-    first = np.flatnonzero(np.concatenate([[True], ~goes_on]))
-    last = np.concatenate([first[1:], [len(start)]]) - 1
-    of = np.where(inside, phase, _NONE)[first].astype(np.int32)
-    return _Chains(start[first], end[last], of, place[first], blocked[first])
-
-
 def _assembled(
     timeline: Timeline, phases: pl.DataFrame, rows: _Rows, keys: RankKeys, labels: Sequence[str]
 ) -> HostGraph:
-    chains = _chains(phases, keys, rows.arrival)
+    chains = chains_of(phases, keys, rows.arrival)
     error_ns = 2 * max((c.error_ns or 0 for c in timeline.clocks), default=0)
     numbers = _Numbers(len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op))
     arrows = _Arrows()
@@ -317,7 +251,7 @@ def _rows(seen: pl.DataFrame, keys: RankKeys, labels: Sequence[str]) -> _Rows:
     )
 
 
-def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, Ints]:
+def _woken(chains: Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, Ints]:
     """Return how long each span of a main thread takes by itself, and the position in the step of what ended its wait.
 
     Blocked spans wait for what ended in them, `row` beside `span`.
@@ -330,7 +264,7 @@ def _woken(chains: _Chains, rows: _Rows, span: Ints, row: Ints) -> tuple[Ints, I
     return np.where(chains.blocked, chains.end - last_end, chains.end - chains.start), wakes
 
 
-def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
+def _moved(chains: Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arrows: _Arrows, error_ns: int) -> _Moved:
     """Return the operations' dependencies, and the lengths of their transfers and ends without waiting."""
     before = chains.node_before(rows.arrival)
     transfers, ends, op, matched = numbers.transfers, numbers.ends, rows.op, rows.matched
@@ -371,7 +305,7 @@ def _moved(chains: _Chains, rows: _Rows, keys: RankKeys, numbers: _Numbers, arro
     )
 
 
-def _of_phases(chains: _Chains, column: NDArray[np.integer]) -> Shorts:
+def _of_phases(chains: Chains, column: NDArray[np.integer]) -> Shorts:
     """Return for each span the value of its phase, -1 where it is in none."""
     values = column.astype(np.int32)[chains.phase]
     values[chains.phase < 0] = _NONE
@@ -381,7 +315,7 @@ def _of_phases(chains: _Chains, column: NDArray[np.integer]) -> Shorts:
 def _nodes(
     phases: pl.DataFrame,
     step: Shorts,
-    chains: _Chains,
+    chains: Chains,
     rows: _Rows,
     keys: RankKeys,
     moved: _Moved,
@@ -418,7 +352,7 @@ def _nodes(
     )
 
 
-def _awaited(chains: _Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
+def _awaited(chains: Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Ints]:
     """Blocked spans and the rows that they wait for, pair by pair; and the rows' ends, none later than what it held up.
 
     A span waits for what ended in it. Where the next end after it is nearer to its own than the last end in it, the end
@@ -514,7 +448,7 @@ def _latest_begun(rows: _Rows, began: Ints, end: Ints, of: Bools, span: int) -> 
 
 
 def _joined_by_backward(
-    regions: pl.DataFrame, of_operations: _Rows, chains: _Chains, keys: RankKeys
+    regions: pl.DataFrame, of_operations: _Rows, chains: Chains, keys: RankKeys
 ) -> tuple[Ints, Ints]:
     """Chain nodes that begin where a backward ends, and the rows that it had to wait for had they not ended before.
 
@@ -536,7 +470,7 @@ def _joined_by_backward(
     return at[keep], rows[keep]
 
 
-def _steps(timeline: Timeline, chains: _Chains, step: Shorts, keys: RankKeys) -> pl.DataFrame:
+def _steps(timeline: Timeline, chains: Chains, step: Shorts, keys: RankKeys) -> pl.DataFrame:
     """One row per step of a rank, see `HostGraph`."""
     inside = np.flatnonzero(step >= 0)
     within, place = step[inside], chains.place[inside]

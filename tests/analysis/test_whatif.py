@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from rankscope.analysis.diagnosis.diagnose import diagnose
+from rankscope.analysis.metrics.exposed_operations import surely_saved_ns
+from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.metrics.links import LINKS
 from rankscope.analysis.model.finding import Fidelity
 from rankscope.analysis.replay.graph import replay
@@ -65,7 +67,7 @@ def test_graph_of_the_compiled_loops_and_of_their_python_twins_agree(tmp_path, m
         Trace.open(record(tmp_path, {0: [40, 60, 50], 1: [55, 45]}, {0: 20, 1: [0, 5]}, transfer=[10, 14], forgets=5))
     )
     fast = graph_of(timeline)
-    for of in ("graph", "host_graph"):
+    for of in ("graph", "chains"):
         monkeypatch.setattr(f"rankscope.analysis.replay.{of}._replay", None)
     slow = graph_of(timeline)
     for column in (field.name for field in fields(fast.graph)):
@@ -88,6 +90,16 @@ def test_fidelity_is_of_steps_that_nothing_was_fitted_to(tmp_path):
 def test_nothing_is_predicted_where_the_replay_misses_the_steps(tmp_path):
     with pytest.raises(NotReplayable, match=r"a replay misses the steps by 9\.5 %, more than 5\.0 %"):
         run_of(record(tmp_path, {0: 60, 1: 60}, transfer=[10, 18]))
+
+
+@pytest.mark.parametrize(("after", "saved"), [(0, 10), ({0: 0, 1: 4}, 6), ({0: 40, 1: 4}, 0)])
+def test_what_transfers_cost_at_least_is_known_without_a_replay(tmp_path, after, saved):
+    """Of 10 ms rank 1 hides 4 ms, of which 6 are left; then rank 0 hides all of it, and all wait for it."""
+    timeline = build_timeline(Trace.open(record(tmp_path, {0: 50, 1: 60}, after)))
+    judged = [in_judged_steps(of, timeline.steps) for of in (timeline.collectives, timeline.phases)]
+    assert surely_saved_ns(*judged, "allreduce") == saved * MS
+    run = rerun(timeline, LINKS.to_frame())
+    assert run.gain("op:allreduce=0").gain_ns == pytest.approx(saved * MS)
 
 
 # ---- fixes

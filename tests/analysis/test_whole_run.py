@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from rankscope.analysis.diagnosis import stretches
+from rankscope.analysis.diagnosis import savings, stretches
 from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
 from rankscope.analysis.diagnosis.kept_values import FOLDER, kept
 from rankscope.analysis.diagnosis.options import ReportOptions
@@ -102,6 +102,20 @@ def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recor
     (reported,) = diagnose(Trace.open(recorded / "steps=0-29")).findings
     assert (found.detector, found.confidence, reported.confidence) == ("slow_rank", "confirmed", "confirmed")
     assert found.lost_ns_total == reported.lost_ns_total
+
+
+def test_a_stretch_is_not_replayed_where_its_tables_show_what_a_replay_would(tmp_path, monkeypatch):
+    """16 ranks on 2 nodes gather parameters: had that taken no time, all would have ended earlier by what it costs."""
+    job = Job(parallel="fsdp", ranks=16, steps=40, seed=4, gradient_bytes=120e6)
+    folder = write(run(job, healthy_resources(job)), tmp_path / "run")
+    (reported,) = diagnose(Trace.open(folder / "steps=0-39")).findings
+    replayed = []
+    monkeypatch.setattr(savings, "rerun", lambda *of: replayed.append(of))
+    (summary,) = summarize((str(folder),), "", [(0, 39)], ReportOptions(), str(tmp_path))
+    (found,) = summary.findings
+    assert (found.detector, found.lost_ns_total) == ("exposed_communication", reported.lost_ns_total)
+    assert reported.gain_fraction is not None
+    assert not replayed
 
 
 def test_other_processes_give_the_same_to_the_byte(report, monkeypatch, no_summaries):
