@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.ipc
 
 from rankscope.collectors.agent.arrow_writer import write_sealed
+from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 from simulate import GPUS, Job, Recording
 
@@ -195,10 +195,8 @@ def _table(name: str, columns: dict) -> pa.Table:
 
 
 def _file(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    options = pa.ipc.IpcWriteOptions(compression="zstd", use_threads=False)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as file:
-        file.write_table(table)
+    """Write the table as the agent does."""
+    write_sealed(path.parent, path.name.removesuffix("part-0000.arrow"), table)
 
 
 def _small_tables(log: Recording, folder: Path, rank: int, clocks: _Clocks, names: list[str], gaps: list) -> None:
@@ -219,7 +217,7 @@ def _small_tables(log: Recording, folder: Path, rank: int, clocks: _Clocks, name
     own = [g for g in log.groups if rank in g[3]]
     groups = {"start_ns": [start] * len(own), "group_id": [g[0] for g in own], "name": [g[1] for g in own]}
     groups |= {"backend": ["nccl" if job.parallel in _UNPROFILED else "gloo"] * len(own), "role": [g[2] for g in own]}
-    groups |= {"members": [",".join(str(r) for r in g[3]) for g in own]}
+    groups |= {"members": [as_ranges(g[3].tolist()) for g in own]}
     _file(folder / "groups" / part, _table("groups", groups))
     if gaps:
         columns = zip(*gaps, strict=True)

@@ -37,6 +37,7 @@ __all__ = [
 _MAGIC = b"ARROW1"
 _HEADER = 8  # the magic, padded
 _FILES_AT_ONCE = 16
+_LOOKED_AFTER = 8  # files: to ask for the time that was worked takes a tenth of what it takes to read a small one
 _PATIENCE_S = 0.02
 AT_THE_END = 1 << 62
 _In = TypeVar("_In")
@@ -235,7 +236,7 @@ def at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
     left = iter(items)
     done: list[_Out] = []
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-    while not _waits_since(begun_s, begun_cpu_s):
+    while len(done) % _LOOKED_AFTER or not _waits_since(begun_s, begun_cpu_s):
         try:
             done.append(do(next(left)))
         except StopIteration:
