@@ -8,7 +8,6 @@ import numpy as np
 import polars as pl
 import polars.selectors as cs
 
-from rankscope.analysis.metrics.distinct import distinct
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
@@ -65,10 +64,7 @@ def spent(phases: pl.DataFrame, parts: Collection[str], spans: pl.DataFrame) -> 
     )
     if wanted.is_empty() or spans.is_empty():
         return np.zeros(len(spans), np.int64)
-    low, high = (np.concatenate([frame[c].to_numpy() for frame in (wanted, spans)]) for c in ("start_ns", "end_ns"))
-    first, last = int(low.min()), int(high.max())
-    ranks, _ = distinct(np.concatenate([wanted["rank"], spans["rank"]]))
-    keys = RankKeys(ranks, first, last - first + 1)
+    keys = RankKeys.covering(wanted, spans)
     start, length = keys.of(wanted, "start_ns"), (wanted["end_ns"] - wanted["start_ns"]).to_numpy()
     before = np.concatenate([[0], np.cumsum(length)])
 

@@ -6,7 +6,13 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.metrics.distinct import distinct
-from rankscope.analysis.metrics.exposed_communication import described, kind_of_group, spent, with_exposed
+from rankscope.analysis.metrics.exposed_communication import (
+    described,
+    is_awaited,
+    kind_of_group,
+    spent,
+    with_exposed,
+)
 from rankscope.analysis.metrics.once import once
 from rankscope.analysis.metrics.step_matrix import Ints
 from rankscope.analysis.model.segments import reached_before
@@ -62,16 +68,17 @@ def surely_saved_ns(collectives: pl.DataFrame, phases: pl.DataFrame, op: str) ->
     another group. 0 where devices did the work, which may wait for their launches instead.
     """
     on_devices = "device_start_ns" in collectives.columns and collectives["device_start_ns"].is_not_null().any()
+    if on_devices or is_awaited(collectives):
+        return 0.0
     rows, ranks = with_exposed(collectives, phases), phases["rank"].n_unique()
     whole = rows.filter(pl.col("op") == op, pl.col("instance_id").is_not_null(), pl.col("group_size") == ranks)
-    if on_devices or whole.is_empty():
+    if whole.is_empty():
         return 0.0
-    first = int(collectives["start_ns"].to_numpy().min())
-    last = int(pl.concat([collectives["start_ns"], collectives["end_ns"].drop_nulls()]).to_numpy().max())
-    keys = RankKeys(distinct(collectives["rank"].to_numpy())[0], first, last - first + 1)
+    never_ns = int(whole["end_ns"].to_numpy().max()) + 1  # after all of them
     others = collectives.filter(pl.col("op") != op).select(
-        "rank", "group_id", "start_ns", pl.col("end_ns").fill_null(last)
+        "rank", "group_id", "start_ns", pl.col("end_ns").fill_null(never_ns)
     )
+    keys = RankKeys.covering(whole, others)
     others, total_ns = in_order(others, "rank", "start_ns"), 0
     for (group,), of_group in whole.group_by("group_id"):
         ends, is_over = keys.of(of_group, "end_ns"), np.ones(len(of_group), bool)

@@ -15,7 +15,6 @@ static PyObject *replay(PyObject *self, PyObject *args)
 {
     unsigned long long a[5];
     Py_ssize_t n, i;
-    int wrong = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "nKKKKK", &n, &a[0], &a[1], &a[2], &a[3], &a[4]))
         return NULL;
@@ -24,27 +23,28 @@ static PyObject *replay(PyObject *self, PyObject *args)
     const double *duration = AT(const double, a[3]);
     double *end = AT(double, a[4]);
     Py_BEGIN_ALLOW_THREADS
-    for (i = 0; i < n && !wrong; i++) {
+    for (i = 0; i < n; i++) {
         int32_t node = order[i];
-        if ((wrong = (uint32_t)node >= (uint64_t)n))
+        if ((uint32_t)node >= (uint64_t)n)
             break;
         double start = 0.0;
         int64_t k = first[node], stop = first[node + 1];
         if (k < stop) {
-            if ((wrong = (uint32_t)before[k] >= (uint64_t)n))
+            if ((uint32_t)before[k] >= (uint64_t)n)
                 break;
             start = end[before[k]];
         }
         for (k++; k < stop; k++) {
-            if ((wrong = (uint32_t)before[k] >= (uint64_t)n))
-                break;
+            if ((uint32_t)before[k] >= (uint64_t)n)
+                goto done;
             if (end[before[k]] > start)
                 start = end[before[k]];
         }
         end[node] = start + duration[node];
     }
+done:;
     Py_END_ALLOW_THREADS
-    if (wrong)
+    if (i < n)
         return PyErr_Format(PyExc_ValueError, "there is no such node at place %zd", i);
     Py_RETURN_NONE;
 }

@@ -84,18 +84,12 @@ class _Rows:
     instance_id: Ints
     ids: Ints  # the `instance_id` of each whole operation
     op: Ints  # position in `ids`, -1: of no whole operation
+    row_of_op: Ints  # of each whole operation that of its last rank
     mutual: Bools  # of one in which all give to all
 
     @property
     def matched(self) -> Bools:
         return np.asarray(self.op >= 0)
-
-    @property
-    def first_of_op(self) -> Ints:
-        """One of the rows of each whole operation."""
-        first = np.zeros(len(self.ids), dtype=np.int64)
-        first[self.op[self.matched]] = np.flatnonzero(self.matched)
-        return first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +208,7 @@ def _assembled(
     nodes = _nodes(phases, step, chains, rows, keys, moved, span_ns, labels)
     position = rows.position
     positions = int(position.max(initial=0)) + 1
-    of_op, of_end = position[rows.first_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
+    of_op, of_end = position[rows.row_of_op], positions * (1 + numbers.n_ranks + rows.place) + position
     cycle = (
         np.full(numbers.n_ranks, _NONE),
         np.where(wakes >= 0, positions * (1 + chains.place) + wakes, _NONE),
@@ -235,18 +229,21 @@ def _rows(seen: pl.DataFrame, keys: RankKeys, labels: Sequence[str]) -> _Rows:
     instance_id = seen["instance_id"].cast(pl.Int64).fill_null(_NONE).to_numpy()
     is_op = np.bincount(instance_id + 1, minlength=1)[1:] > 0
     op = np.where(instance_id >= 0, np.concatenate([np.cumsum(is_op), [0]])[instance_id] - 1, _NONE)
+    row_of_op = np.zeros(is_op.sum(), np.int64)
+    row_of_op[op[op >= 0]] = np.flatnonzero(op >= 0)
     return _Rows(
         arrival=keys.of(seen, "start_ns"),
         end=keys.of(seen, "end_ns"),
         place=keys.place(seen),
         step=seen["step"].fill_null(_NONE).to_numpy().astype(np.int64),
         label=numbers(seen["op"], code),
-        position=_position_in_cycle(seen, op),
+        position=_position_in_cycle(seen, op, row_of_op),
         group=seen["group_id"].to_numpy(),
         queue=_queue(seen),
         instance_id=instance_id,
         ids=np.flatnonzero(is_op),
         op=op,
+        row_of_op=row_of_op,
         mutual=(op >= 0) & seen["op"].is_in(MUTUAL_OPS).to_numpy(),
     )
 
@@ -331,7 +328,7 @@ def _nodes(
         return np.concatenate(pieces, dtype=kind, casting="unsafe")
 
     n_ranks, n_spans, n_ops, n_rows = len(keys.ranks), len(chains.start), len(rows.ids), len(rows.op)
-    nothing, of_op = np.broadcast_to(_NONE, n_ranks), rows.first_of_op
+    nothing, of_op = np.broadcast_to(_NONE, n_ranks), rows.row_of_op
     start, end = (times - (chains.place * keys.span - keys.origin) for times in (chains.start, chains.end))
     begun = start[np.searchsorted(chains.place, np.arange(n_ranks))]
     arrival = rows.arrival - (rows.place * keys.span - keys.origin)
@@ -381,16 +378,12 @@ def _awaited(chains: Chains, arrival: Ints, end: Ints) -> tuple[Ints, Ints, Ints
     return np.concatenate([pair_span, span[known]]), np.concatenate([pair_row, row[known]]), end
 
 
-def _position_in_cycle(seen: pl.DataFrame, op: Ints) -> Ints:
+def _position_in_cycle(seen: pl.DataFrame, op: Ints, row_of_op: Ints) -> Ints:
     """Return the same number for the same operation of each step: its group, operation, size and place among those.
 
     A whole operation is numbered where its last rank saw it, on all of its ranks alike.
     """
-    where = np.arange(len(op))
-    last_of_op = np.zeros(op.max(initial=0) + 1, np.int64)
-    last_of_op[op[op >= 0]] = where[op >= 0]
-    where = np.where(op >= 0, last_of_op[op], where)
-    chosen, place = distinct(where)
+    chosen, place = distinct(np.where(op >= 0, np.append(row_of_op, 0)[op], np.arange(len(op))))
     kind = ["group_id", "op", "size_bytes", "peer", "tag"]
     some = seen.select("rank", "step", *kind)[chosen]
     kinds = some.select(kind).unique(maintain_order=True).with_row_index("_kind")
@@ -425,9 +418,8 @@ def _queued_operations(rows: _Rows, end: Ints, last_began: Ints) -> tuple[Ints, 
     """
     over = np.full(len(rows.ids), np.iinfo(np.int64).max)
     np.minimum.at(over, rows.op[rows.mutual], end[rows.mutual])
-    first = rows.first_of_op
-    ops = np.flatnonzero(rows.mutual[first])
-    over, group = np.maximum(over, last_began)[ops], rows.group[first[ops]]
+    ops = np.flatnonzero(rows.mutual[rows.row_of_op])
+    over, group = np.maximum(over, last_began)[ops], rows.group[rows.row_of_op[ops]]
     order = np.lexsort((over, group))
     ops, over, group = ops[order], over[order], group[order]
     same = group[1:] == group[:-1]

@@ -23,6 +23,14 @@ class RankKeys:
     origin: int
     span: int
 
+    @classmethod
+    def covering(cls, *frames: pl.DataFrame) -> RankKeys:
+        """Return keys for the spans (rank, start_ns, end_ns) of these frames, of which one has rows."""
+        ranks = pl.concat([frame["rank"] for frame in frames]).unique().sort().to_numpy()
+        first = min(int(frame["start_ns"].to_numpy().min()) for frame in frames if len(frame))
+        last = max(int(frame["end_ns"].to_numpy().max()) for frame in frames if len(frame))
+        return cls(ranks, first, last - first + 1)
+
     def of(self, frame: pl.DataFrame, column: str) -> Ints:
         """Return the keys of a column of times."""
         return np.asarray(frame[column].to_numpy() + self.offset(frame), dtype=np.int64)

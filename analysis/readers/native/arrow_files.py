@@ -37,7 +37,6 @@ __all__ = [
 _MAGIC = b"ARROW1"
 _HEADER = 8  # the magic, padded
 _FILES_AT_ONCE = 16
-_LOOKED_AFTER = 8  # files: to ask for the time that was worked takes a tenth of what it takes to read a small one
 _PATIENCE_S = 0.02
 AT_THE_END = 1 << 62
 _In = TypeVar("_In")
@@ -236,7 +235,13 @@ def at_once(do: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
     left = iter(items)
     done: list[_Out] = []
     begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
-    while len(done) % _LOOKED_AFTER or not _waits_since(begun_s, begun_cpu_s):
+    looked_s = begun_s
+    while True:
+        now_s = time.perf_counter()
+        if now_s - looked_s > _PATIENCE_S:  # to ask for the time that was worked takes as long as a small file
+            looked_s = now_s
+            if _waits_since(begun_s, begun_cpu_s):
+                break
         try:
             done.append(do(next(left)))
         except StopIteration:
