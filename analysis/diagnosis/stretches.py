@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +23,7 @@ from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, Stretch
 from rankscope.analysis.diagnosis.summary import mean_step
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
+from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
@@ -38,7 +39,7 @@ __all__ = ["summarize", "whole_run", "with_whole_run"]
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
-_IN_BLOCK = 24  # stretches, at most
+_TOGETHER = 48  # stretches for which rows are unpacked once; more if there are more cores
 _CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
 
 
@@ -80,26 +81,28 @@ def whole_run(
 
 
 def summarize(
-    paths: tuple[str, ...], files: str, stretches: Sequence[tuple[int, int]], options: ReportOptions, scratch: str
+    paths: tuple[str, ...],
+    files: str,
+    stretches: Sequence[tuple[int, int]],
+    options: ReportOptions,
+    opened: str,
+    shared: Shared | None,
 ) -> list[StretchSummary]:
-    """Analyze stretches of a run that follow each other, from first to last step. If one fails, its summary says why.
+    """Analyze stretches of a run, from first to last step. If one fails, its summary says why.
 
     `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. If there is
-    a folder `scratch`, the opened run is taken from there, and rows are unpacked once for all stretches.
+    a file `opened`, the opened run is taken from there.
     """
     parts: list[Trace] = []
-
-    def opened(left: list[tuple[int, int]]) -> list[Trace]:
-        run = _opened(paths, files, scratch)
-        try:
-            return run.parts(left, scratch)
-        except BadInput:  # of one of them, which need not be the first
-            return run.parts(left[:1], scratch)
 
     def summary(first: int, last: int) -> StretchSummary:
         try:
             if not parts:
-                parts.extend(opened([each for each in stretches if each[0] >= first]))
+                run, left = _opened(paths, files, opened), [each for each in stretches if each[0] >= first]
+                try:
+                    parts.extend(run.parts(left, shared))
+                except BadInput:  # of one of them, which need not be the first
+                    parts.append(run.part(first, last))
             trace = parts.pop(0)
             timeline = build_timeline(trace)
             judged = judge(trace, timeline, options, replays=False)
@@ -110,13 +113,15 @@ def summarize(
             return StretchSummary(first=first, last=last, why=why)
         return _summary(first, last, judged, timeline, mean_step(judged.tables["breakdown"]))
 
-    return [summary(first, last) for first, last in stretches]
+    found = [summary(first, last) for first, last in stretches]
+    if shared:
+        shared.finish()
+    return found
 
 
 @lru_cache(maxsize=1)
-def _opened(paths: tuple[str, ...], files: str, scratch: str) -> Trace:  # noqa: ARG001 - part of the key
-    left = Path(scratch, _OPENED)
-    return Trace.from_file(left) if scratch and left.exists() else Trace.open(paths)
+def _opened(paths: tuple[str, ...], files: str, opened: str) -> Trace:  # noqa: ARG001 - part of the key
+    return Trace.from_file(Path(opened)) if opened and Path(opened).exists() else Trace.open(paths)
 
 
 def _summary(
@@ -165,22 +170,37 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
     return found
 
 
-def _blocks(wanted: Sequence[tuple[int, int]], cores: int) -> list[list[tuple[int, int]]]:
-    """Return the stretches in blocks of those that follow each other: as few as give each core equally many."""
-    each = cores * max(-(-len(wanted) // (cores * _IN_BLOCK)), 1)
-    size = max(-(-len(wanted) // each), 1)
-    blocks: list[list[tuple[int, int]]] = []
-    for cut in wanted:
-        if blocks and blocks[-1][-1][1] + 1 == cut[0] and len(blocks[-1]) < size:
-            blocks[-1].append(cut)
-        else:
-            blocks.append([cut])
-    return blocks
+def _shares(of: Sequence[tuple[int, int]], count: int) -> list[Sequence[tuple[int, int]]]:
+    """Return these stretches in so many lists of those that follow each other, about equally long; none is empty."""
+    bounds = [len(of) * number // count for number in range(count + 1)]
+    return [of[first:end] for first, end in pairwise(bounds) if first < end]
+
+
+def _blocks(
+    wanted: Sequence[tuple[int, int]], held: tuple[int, int], cores: int | None, scratch: str
+) -> tuple[list[tuple[list[tuple[int, int]], Shared | None]], Shared | None]:
+    """Return the stretches in the blocks of which each is a task, and what a block shares with others.
+
+    Second, what this process shares, for the steps that are held. Where there is no folder, or tasks run elsewhere,
+    each stretch is a block, and nothing is shared.
+    """
+    if cores is None or not scratch:
+        return [([cut], None) for cut in wanted], None
+    blocks: list[tuple[list[tuple[int, int]], Shared | None]] = []
+    all_together = _shares(wanted, -(-len(wanted) // max(_TOGETHER, cores)))
+    with_held = len(all_together) == 1
+    for number, together in enumerate(all_together):
+        some = _shares(together, cores)
+        users = len(some) + with_held
+        folder, stretches = str(Path(scratch, str(number))), (*together, *([held] if with_held else []))
+        shared = [Shared(folder, stretches, 2 * users, 2 * place, users) for place in range(users)]
+        blocks += [(list(block), one) for block, one in zip(some, shared, strict=False)]
+    return blocks, shared[-1] if with_held else None
 
 
 @contextmanager
 def _scratch(trace: Trace) -> Iterator[str]:
-    """Give a folder with the opened run, and for what blocks of stretches unpack.
+    """Give a folder with the opened run, and for what is unpacked for stretches.
 
     None where there can be none, or tasks run elsewhere.
     """
@@ -215,14 +235,20 @@ def _begun(
     held = kept(folder, _NAME, of, StretchSummaries) or StretchSummaries([])
     known = {(one.first, one.last): one for one in held.stretches}
     wanted = [cut for cut in cuts if cut not in known]
-    blocks = _blocks(wanted, local_cores() or len(wanted))
-    costs = [[(last - first + 1) * step_bytes for first, last in block] for block in blocks]
-    cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
-    memory = round(_OF_REPORT * max(map(max, costs), default=0))
-    what, sizes = text("stretches"), [len(block) for block in blocks]
     with ExitStack() as stack:
-        scratch = stack.enter_context(_scratch(trace)) if blocks else ""
-        arguments = [(tuple(paths), files, block, options, scratch) for block in blocks]
+        scratch = stack.enter_context(_scratch(trace)) if wanted else ""
+        opened = str(Path(scratch, _OPENED)) if scratch else ""
+        assert trace.stretch
+        shared, with_held = _blocks(wanted, (trace.stretch.first, trace.stretch.last), local_cores(), scratch)
+        if with_held:
+            with suppress(BadInput):  # of one stretch
+                trace.share(with_held)
+        blocks = [block for block, _ in shared]
+        costs = [[(last - first + 1) * step_bytes for first, last in block] for block in blocks]
+        cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
+        memory = round(_OF_REPORT * max(map(max, costs), default=0))
+        what, sizes = text("stretches"), [len(block) for block in blocks]
+        arguments = [(tuple(paths), files, block, options, opened, with_others) for block, with_others in shared]
         begin = begun(summarize, arguments, cpu_s, memory=memory, what=what, sizes=sizes, beside=beside)
         results = stack.enter_context(begin)
 

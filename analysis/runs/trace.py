@@ -21,6 +21,7 @@ from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.readers.base import OpenRun, Reader
 from rankscope.analysis.readers.bounds import check_regular
 from rankscope.analysis.readers.native import reader as native
+from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.runs.memory_budget import check_memory
 from rankscope.analysis.runs.step_range import Stretch, stretch_of
 from rankscope.analysis.runs.storage import local_path
@@ -116,12 +117,22 @@ class Trace:
             reader.stretch = stretch_of(reader, reader.asked)
         return replace(self, reader=reader)
 
-    def parts(self, stretches: Sequence[tuple[int, int]], folder: str) -> list[Trace]:
-        """Return these stretches of the run, each as `part` does; files are unpacked once where there is a folder."""
+    def parts(self, stretches: Sequence[tuple[int, int]], shared: Shared | None) -> list[Trace]:
+        """Return these stretches of the run, each as `part` does; they may share with others what is unpacked."""
         parts = [self.part(first, last) for first, last in stretches]
-        if folder and self.reader.folder:
-            self.reader.folder.unpack_once([part.reader.folder for part in parts if part.reader.folder], folder)
+        if shared:
+            self._share(parts, shared)
         return parts
+
+    def share(self, shared: Shared) -> None:
+        """Use what is unpacked once for stretches of a run, of which this is one. Raises `BadInput`."""
+        self._share([self], shared)
+
+    def _share(self, own: Sequence[Trace], shared: Shared) -> None:
+        stretches = [self.part(first, last) for first, last in shared.stretches]
+        readers, every = ([one.reader.folder for one in of if one.reader.folder] for of in (own, stretches))
+        if self.reader.folder:
+            self.reader.folder.share(readers, every, shared)
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import shutil
 import signal
 from contextlib import nullcontext
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from polars.testing import assert_frame_equal
 
 from rankscope.analysis.diagnosis import savings, stretches
 from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
@@ -17,6 +20,7 @@ from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
 from rankscope.analysis.readers import workers
 from rankscope.analysis.readers.native import arrow_files, unpacked_rows
+from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.report import json_form, terminal
 from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
@@ -52,7 +56,7 @@ def report(recorded, monkeypatch):
 @pytest.fixture
 def one_by_one(monkeypatch):
     """A process is given one stretch at a time, however many cores there are."""
-    monkeypatch.setattr(stretches, "_IN_BLOCK", 1)
+    monkeypatch.setattr(stretches, "_TOGETHER", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +101,7 @@ def test_steps_that_grow_too_slowly_for_any_stretch_are_a_finding_over_the_run(t
 
 def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded, tmp_path):
     """What a slow rank costs is no more than fixing it brings: that confirms it, as in a report on these steps."""
-    (summary,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path))
+    (summary,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "", None)
     (found,) = summary.findings
     (reported,) = diagnose(Trace.open(recorded / "steps=0-29")).findings
     assert (found.detector, found.confidence, reported.confidence) == ("slow_rank", "confirmed", "confirmed")
@@ -111,7 +115,7 @@ def test_a_stretch_is_not_replayed_where_its_tables_show_what_a_replay_would(tmp
     (reported,) = diagnose(Trace.open(folder / "steps=0-39")).findings
     replayed = []
     monkeypatch.setattr(savings, "rerun", lambda *of: replayed.append(of))
-    (summary,) = summarize((str(folder),), "", [(0, 39)], ReportOptions(), str(tmp_path))
+    (summary,) = summarize((str(folder),), "", [(0, 39)], ReportOptions(), "", None)
     (found,) = summary.findings
     assert (found.detector, found.lost_ns_total) == ("exposed_communication", reported.lost_ns_total)
     assert reported.gain_fraction is not None
@@ -129,26 +133,72 @@ def no_room(_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path, monkeypatch):
-    asked, options = [(0, 29), (30, 59), (60, 89)], ReportOptions()
-    alone = [one for stretch in asked for one in summarize((str(recorded),), "", [stretch], options, str(tmp_path))]
+ASKED = ((0, 29), (30, 59), (60, 89))
+
+
+def together(folder, place=0):
+    """How two processes share what is unpacked for three stretches."""
+    return Shared(str(folder / "shared"), ASKED, shares=2, begins_with=place, blocks=2)
+
+
+@pytest.fixture
+def small_shares(monkeypatch):
+    monkeypatch.setattr(unpacked_rows, "_FEWEST", 1)
+
+
+def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path, monkeypatch, small_shares):
+    options = ReportOptions()
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
     assert all(one.analyzed for one in alone)
-    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
+    assert summarize((str(recorded),), "", ASKED[:2], options, "", together(tmp_path, 0)) == alone[:2]
+    assert len(list(tmp_path.glob("shared/regions-*.arrow"))) == 2
+    with monkeypatch.context() as patch:  # what the first one unpacked is used by the second
+        patch.setattr(unpacked_rows._Share, "_unpack", None)
+        assert summarize((str(recorded),), "", ASKED[2:], options, "", together(tmp_path, 1)) == alone[2:]
     assert list(tmp_path.iterdir()) == []  # what was unpacked is gone
-    monkeypatch.setattr(unpacked_rows, "_PIECES", 1)  # else so few rows stay in memory
-    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
-    monkeypatch.setattr(unpacked_rows._File, "_write", no_room)
-    assert summarize((str(recorded),), "", asked, options, str(tmp_path)) == alone
+    monkeypatch.setattr(unpacked_rows._Share, "_unpack", no_room)
+    assert summarize((str(recorded),), "", ASKED, options, "", together(tmp_path)) == alone
 
 
-def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch):
+def test_two_processes_unpack_at_the_same_time(recorded, tmp_path, small_shares):
+    options = ReportOptions()
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    arguments = [
+        ((str(recorded),), "", block, options, "", together(tmp_path, place))
+        for place, block in enumerate((ASKED[:1], ASKED[1:]))
+    ]
+    with workers.begun(summarize, arguments, [1e3, 1e3]) as found:
+        assert [one for block in found for one in block] == alone
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damaged_files_are_read_by_each_stretch(tmp_path, small_shares):
+    """A file without its second half has fewer rows for those who read it, and each stretch says so."""
+    run = write(slow(), tmp_path / "run")
+    file = next(run.glob("regions/rank=*1/*"))
+    rows = pa.ipc.open_file(file).read_all().replace_schema_metadata()
+    with pa.ipc.new_file(file, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as unsealed:
+        unsealed.write_table(rows, max_chunksize=100)
+    os.truncate(file, file.stat().st_size // 2)
+    options = ReportOptions()
+    alone = [one for stretch in ASKED for one in summarize((str(run),), "", [stretch], options, "", None)]
+    assert summarize((str(run),), "", ASKED, options, "", together(tmp_path)) == alone
+    every = Trace.open(run)
+    parts = [every.part(*stretch) for stretch in ASKED]
+    for part, sharing in zip(parts, every.parts(ASKED, together(tmp_path)), strict=True):
+        assert_frame_equal(sharing.table("regions").collect(), part.table("regions").collect())
+        assert sharing.gaps() == part.gaps()
+        assert any("its last rows" in gap.why for gap in part.gaps())
+
+
+def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch, small_shares):
     """Of ranks with several files, each of several batches, at whose edges no stretch begins."""
     monkeypatch.setattr(arrow_writer, "SEAL_ROWS", 100)
     monkeypatch.setattr(arrow_writer, "_BATCH_ROWS", 18)
     run = write(slow(), tmp_path / "run")
     assert len(list(run.glob("regions/rank=*1/*"))) > 3
-    asked, options, read = [(0, 29), (30, 59), (60, 89)], ReportOptions(), []
-    alone = [one for stretch in asked for one in summarize((str(recorded),), "", [stretch], options, "")]
+    options, read = ReportOptions(), []
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
 
     def read_on(path, **asked):
         rows, problem, following = arrow_files.read_on(path, **asked)
@@ -157,18 +207,19 @@ def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch):
         return rows, problem, following
 
     monkeypatch.setattr(unpacked_rows, "read_on", read_on)
-    for pieces in (1, 64):
-        monkeypatch.setattr(unpacked_rows, "_PIECES", pieces)
-        assert summarize((str(run),), "", asked, options, str(tmp_path)) == alone
+    for size in (1, 1_000_000):
+        monkeypatch.setattr(unpacked_rows, "_TOGETHER", size)
+        assert summarize((str(run),), "", ASKED, options, "", together(tmp_path)) == alone
         assert len(set(read)) == len(read)
         read.clear()
+        shutil.rmtree(tmp_path / "shared")
 
 
 def test_a_run_that_was_opened_before_is_not_opened_again(recorded, tmp_path, monkeypatch):
-    (alone,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "")
-    Trace.open(recorded).to_file(tmp_path / stretches._OPENED)
+    (alone,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "", None)
+    Trace.open(recorded).to_file(tmp_path / "opened")
     monkeypatch.setattr(Trace, "open", None)
-    assert summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path)) == [alone]
+    assert summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path / "opened"), None) == [alone]
 
 
 def test_a_full_temporary_folder_costs_nothing_but_time(report, monkeypatch):

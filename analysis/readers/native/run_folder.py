@@ -25,7 +25,7 @@ from rankscope.analysis.readers.native.gaps import (
 )
 from rankscope.analysis.readers.native.resolve import with_codes, with_late_ends, with_names, with_node, with_peers
 from rankscope.analysis.readers.native.stored_rows import StoredRows, Whole
-from rankscope.analysis.readers.native.unpacked_rows import UnpackedRows
+from rankscope.analysis.readers.native.unpacked_rows import Shared, UnpackedRows
 from rankscope.analysis.readers.native.worlds import of_world_only, one_that_trains, with_ranks_of, worlds_in
 from rankscope.analysis.text.message import text
 from rankscope.collectors.schema import TABLES
@@ -93,12 +93,14 @@ class NativeReader:
         """Read what all parts of the run have in common, here or in a process to which this reader is sent."""
         self._stored.read_shared()
 
-    def unpack_once(self, parts: Sequence[NativeReader], folder: str) -> None:
-        """Let these stretches of this run share what is unpacked; it lies in a temporary folder in this one."""
-        stretches = {number: part.stretch for number, part in enumerate(parts) if part.stretch}
-        unpacked = UnpackedRows(self._stored, list(stretches.values()), folder)
-        for place, number in enumerate(stretches):
-            parts[number]._stored.unpacked = partial(unpacked.of, place)
+    def share(self, own: Sequence[NativeReader], stretches: Sequence[NativeReader], shared: Shared) -> None:
+        """Let the readers of some stretches of this run use what is unpacked once for all of them."""
+        of = [part.stretch for part in stretches if part.stretch]
+        place = {(one.first, one.last): number for number, one in enumerate(of)}
+        unpacked = UnpackedRows(self._stored, of, shared)
+        for part in own:
+            if part.stretch:
+                part._stored.unpacked = partial(unpacked.of, place[part.stretch.first, part.stretch.last])
 
     @property
     def folder(self) -> NativeReader:

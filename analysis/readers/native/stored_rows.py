@@ -13,7 +13,7 @@ import pyarrow as pa
 from rankscope.analysis.model.finding import Gap
 from rankscope.analysis.model.tables import POLARS
 from rankscope.analysis.readers.bounds import check_groups, check_ranks
-from rankscope.analysis.readers.native.arrow_files import Within, at_once, only, read_rows
+from rankscope.analysis.readers.native.arrow_files import at_once, read_rows
 from rankscope.analysis.readers.native.files import Part
 from rankscope.analysis.readers.native.unpacked_rows import OwnersRows, Read, Rows
 from rankscope.analysis.readers.native.worlds import World, is_of, on_nodes
@@ -184,11 +184,7 @@ class StoredRows:
     def _within(self, wanted: tuple[Sequence[Part], tuple[int, int]]) -> list[Read]:
         """Return the rows of one owner between two times, and what is wrong with the parts."""
         parts, span = wanted
-        within = Within(TABLES[parts[0].table].order, *span)
-        return [
-            Read.of(part, None if rows is None else only(rows, within), problem)
-            for (part,), _, rows, problem in OwnersRows(parts, span, self.is_closed).until(*span)
-        ]
+        return OwnersRows(parts, span, self.is_closed).within(*span)
 
     def _good(self, read: Iterable[Read]) -> list[Rows]:
         """Return those that have good rows; what is wrong with the others, and with their parts, is noted."""

@@ -1,16 +1,21 @@
-"""The rows of stretches of a run that follow each other, of which each batch is unpacked once.
+"""The rows of stretches of a run that follow each other, unpacked once for all of them and all who analyze them.
 
 A batch of a rank's file has 4,096 rows, of which a stretch of a wide run needs some hundred: to unpack all of it for
-each stretch is a quarter of what such a run takes. Here the rows of a batch that the stretches after the present one
-want lie in temporary files, one for each, until they are read, as they are in memory.
+each stretch is a quarter of what such a run takes. Here the ranks and nodes that have rows of a table are shared out in
+as many shares as there are processes. Whoever needs the table first unpacks a share, for all stretches, into a
+temporary file; a share that another process is at is waited for. One that is killed there leaves the share to others.
 """
 
 from __future__ import annotations
 
-import tempfile
-import threading
+import fcntl
+import os
+import pickle
+import shutil
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +27,7 @@ from rankscope.analysis.readers.native.arrow_files import (
     Within,
     at_once,
     between,
+    only,
     read_on,
     time_in_the_middle,
 )
@@ -32,9 +38,10 @@ if TYPE_CHECKING:
     from rankscope.analysis.readers.native.stored_rows import StoredRows
     from rankscope.analysis.runs.step_range import Stretch
 
-__all__ = ["OwnersRows", "Read", "Rows", "UnpackedRows"]
+__all__ = ["OwnersRows", "Read", "Rows", "Shared", "UnpackedRows"]
 
-_PIECES = 64  # of batches that are written at once; until then each holds all of its batch
+_TOGETHER = 8_000_000  # bytes of files whose rows are unpacked before they are written
+_FEWEST = 16  # ranks or nodes in a share
 _Span = tuple[int, int]
 
 
@@ -58,6 +65,28 @@ class Rows(NamedTuple):
     parts: list[Part]
     counts: list[int]
     table: pa.Table
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Stretches, first and last steps, that share what is unpacked, in a temporary folder.
+
+    Of its `shares` the process begins with this one. `blocks` tasks use the folder.
+    """
+
+    folder: str
+    stretches: tuple[_Span, ...]
+    shares: int
+    begins_with: int
+    blocks: int
+
+    def finish(self) -> None:
+        """Say that this block needs no more; the last one removes the folder."""
+        folder = Path(self.folder)
+        if folder.exists():
+            folder.joinpath(f"finished-{self.begins_with}").touch()
+            if len(list(folder.glob("finished-*"))) == self.blocks:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class OwnersRows:
@@ -85,6 +114,11 @@ class OwnersRows:
             since_ns = middle_ns(number - 1) if number > first else -AT_THE_END
             self._left.append((parts[number], Batch(0, since_ns)))
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the files that have them."""
+        return sum(part.size_bytes for part, _ in self._left)
+
     def until(self, begin_ns: int, end_ns: int) -> list[Read]:
         """Return the rows of all batches, not returned before, that may have some between two times, both included."""
         found, left = [], []
@@ -99,134 +133,201 @@ class OwnersRows:
         self._left = left
         return found
 
+    def within(self, begin_ns: int, end_ns: int) -> list[Read]:
+        """Return the same, without the rows of these batches that are not between the times."""
+        within = Within(self._order, begin_ns, end_ns)
+        return [
+            Read.of(part, None if rows is None else only(rows, within), problem)
+            for (part,), _, rows, problem in self.until(begin_ns, end_ns)
+        ]
+
 
 class UnpackedRows:
-    """The rows that some stretches of a run want; each stretch is asked for after those before it."""
+    """The rows that some stretches of a run want."""
 
-    def __init__(self, stored: StoredRows, stretches: Sequence[Stretch], folder: str) -> None:
-        """Take them from `stored`, of the whole run; a temporary folder is in `folder`."""
+    def __init__(self, stored: StoredRows, stretches: Sequence[Stretch], shared: Shared) -> None:
+        """Take them from `stored`, of the whole run; the stretches are those of `shared`, in the order of time."""
         self._stored = stored
         self._stretches = stretches
-        self._folder = tempfile.TemporaryDirectory(dir=folder)
-        self._tables: dict[str, _Unpacked | None] = {}
+        self._shared = shared
+        self._tables: dict[str, list[_Share] | None] = {}
 
     def of(self, stretch: int, table: str) -> list[Read] | None:
-        """Return the rows of a table that this stretch wants, by owner; None where the disk has no room for others."""
-        if table not in self._tables:
-            self._tables[table] = self._unpacked(table)
-        unpacked = self._tables[table]
+        """Return the rows of a table that this stretch wants; None where the disk has no room for them."""
         try:
-            return unpacked.of(stretch) if unpacked else None
+            if table not in self._tables:
+                self._tables[table] = self._unpacked(table)
+            shares = self._tables[table]
+            return None if shares is None else [read for share in shares for read in share.of(stretch)]
         except OSError:
             self._tables[table] = None
             return None
 
-    def _unpacked(self, table: str) -> _Unpacked:
+    def _unpacked(self, table: str) -> list[_Share]:
+        """Return the shares of a table, all of them unpacked. Raises `OSError`."""
         owners = self._stored.owners(table)
+        if not owners:
+            return []
         nodes = self._stored.nodes(owners)
         spans = list(zip(*(self._stored.spans(table, nodes, stretch) for stretch in self._stretches), strict=True))
-        rows = [
-            OwnersRows(parts, (of[0][0], of[-1][1]), self._stored.is_closed)
-            for parts, of in zip(owners, spans, strict=True)
+        folder = Path(self._shared.folder)
+        folder.mkdir(exist_ok=True)
+        count = min(self._shared.shares, -(-len(owners) // _FEWEST))
+        bounds = [len(owners) * number // count for number in range(count + 1)]
+        shares = [
+            _Share(folder / f"{table}-{number}", owners[first:end], spans[first:end], self._stored.is_closed)
+            for number, (first, end) in enumerate(pairwise(bounds))
         ]
-        return _Unpacked(TABLES[table].order, rows, spans, len(self._stretches), Path(self._folder.name, table))
+        begin = self._shared.begins_with % count
+        in_turn = shares[begin:] + shares[:begin]
+        for waits in (False, True):  # first what no other process is at
+            for share in in_turn:
+                share.make(waits=waits)
+        return shares
 
 
-class _Unpacked:
-    """Those of a table."""
+class _Share:
+    """The rows of some owners' parts of a table, in a file with a batch for each of the stretches at a time.
+
+    An owner with a damaged file, or with other columns than the first one, is read for each stretch.
+    """
 
     def __init__(
-        self, order: str, owners: Sequence[OwnersRows], spans: Sequence[Sequence[_Span]], count: int, path: Path
+        self,
+        path: Path,
+        owners: Sequence[Sequence[Part]],
+        spans: Sequence[Sequence[_Span]],
+        is_closed: Callable[[Part], bool],
     ) -> None:
         """`spans` has for each owner from when to when each stretch wants its rows; files' paths begin as `path`."""
-        self._order = order
+        self._rows, self._index, self._lock = (path.with_name(path.name + end) for end in (".arrow", ".index", ".lock"))
         self._owners = owners
         self._spans = spans
-        self._files = [_File(path.with_name(f"{path.name}-{number}.arrow")) for number in range(count)]
-        self._ready = -1  # stretch
-        self._adding = threading.Lock()
+        self._is_closed = is_closed
+        self._made: _Index | None = None
+
+    def make(self, *, waits: bool) -> None:
+        """Unpack these rows, unless they are. If another process is at it, leave it to that; or wait for its end."""
+        with self._lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            if not self._index.exists():
+                try:
+                    self._unpack()
+                except OSError:  # no room
+                    self._rows.unlink(missing_ok=True)
+                    raise
 
     def of(self, stretch: int) -> list[Read]:
-        """Return the rows that this stretch wants, by owner. Raises `OSError`."""
-        if self._ready < stretch:
-            for file in self._files[max(self._ready, 0) : stretch]:
-                file.remove()
-            at_once(lambda owner: self._unpack(owner, stretch), range(len(self._owners)))
-            for file in self._files[stretch:]:
-                file.compact()
-            self._files[stretch].close()
-            self._ready = stretch
-        return self._files[stretch].read()
+        """Return the rows that a stretch wants, by owner. Raises `OSError` where they are there no more."""
+        if self._made is None:
+            self._made = pickle.loads(self._index.read_bytes())
+        assert isinstance(self._made, _Index)
+        rows, found = None, self._made.of[stretch]
+        if found.batches:
+            with pa.OSFile(str(self._rows)) as file:  # mapped it would take memory beside what is free already
+                reader = pa.ipc.open_file(file)
+                rows = pa.Table.from_batches(map(reader.get_batch, found.batches))
+        parts = [self._part(owner, number) for owner, number in zip(found.owners, found.numbers, strict=True)]
+        damaged = self._made.damaged
+        if not damaged:
+            return [] if rows is None else [Read(parts, found.counts, rows, None)]
+        reads: dict[int, list[Read]] = {}
+        begin = 0
+        for owner, part, count in zip(found.owners, parts, found.counts, strict=True):
+            if owner not in damaged:
+                assert rows is not None
+                reads.setdefault(owner, []).append(Read.of(part, rows.slice(begin, count), None))
+            begin += count
+        for owner in damaged:
+            span = self._spans[owner][stretch]
+            reads[owner] = OwnersRows(self._owners[owner], span, self._is_closed).within(*span)
+        return [read for _, of_owner in sorted(reads.items()) for read in of_owner]
 
-    def _unpack(self, owner: int, stretch: int) -> None:
-        spans = self._spans[owner][stretch:]
-        for read in self._owners[owner].until(*spans[0]):
-            rows = {} if read.rows is None else between(read.rows, self._order, spans)
-            none = None if read.rows is None else read.rows[:0]
-            said = range(len(spans)) if read.problem else rows
-            with self._adding:
-                for number in said:
-                    piece = Read.of(read.parts[0], rows.get(number, none), read.problem)
-                    self._files[stretch + number].add(owner, piece)
+    def _part(self, owner: int, number: int) -> Part:
+        parts = self._owners[owner]
+        return parts[0] if len(parts) == 1 else next(part for part in parts if part.number == number)
+
+    def _unpack(self) -> None:
+        """Write the file, and what is where. Raises `OSError`."""
+        made = _Index([_Found() for _ in self._spans[0]])
+        schema: pa.Schema | None = None
+        writer: pa.ipc.RecordBatchFileWriter | None = None
+        written = 0
+        for owners in self._together():
+            waiting: list[list[_Piece]] = [[] for _ in made.of]
+            for stretch, found in enumerate(made.of):
+                for owner, reads in self._until(stretch, owners):
+                    for (part,), _, rows, problem in reads:
+                        if problem or (rows is not None and schema not in (None, rows.schema)):
+                            made.damaged.add(owner)
+                        elif rows is not None and len(rows):
+                            schema = rows.schema
+                            wanted = between(rows, TABLES[part.table].order, self._spans[owner][stretch:])
+                            for after, some in wanted.items():
+                                waiting[stretch + after].append(_Piece(owner, part.number, some))
+                pieces = sorted(waiting[stretch], key=lambda piece: piece.owner)  # also of batches read before
+                waiting[stretch] = []
+                if pieces:
+                    writer = writer or pa.ipc.new_file(str(self._rows), schema)
+                    (batch,) = pa.concat_tables(piece.rows for piece in pieces).combine_chunks().to_batches()
+                    writer.write_batch(batch)
+                    found.add(written, pieces)
+                    written += 1
+        if writer:
+            writer.close()
+        half = self._index.with_suffix(".half")
+        half.write_bytes(pickle.dumps(made, pickle.HIGHEST_PROTOCOL))
+        os.replace(half, self._index)
+
+    def _until(self, stretch: int, owners: Sequence[tuple[int, OwnersRows]]) -> Iterator[tuple[int, list[Read]]]:
+        """Yield each owner with the batches, not yielded before, that may have rows of a stretch."""
+        read = at_once(lambda one: one[1].until(*self._spans[one[0]][stretch]), owners)
+        return zip((owner for owner, _ in owners), read, strict=True)
+
+    def _together(self) -> Iterator[list[tuple[int, OwnersRows]]]:
+        """Yield owners, by number, whose rows are unpacked together, with what has them."""
+        some: list[tuple[int, OwnersRows]] = []
+        size = 0
+        for owner, (parts, spans) in enumerate(zip(self._owners, self._spans, strict=True)):
+            rows = OwnersRows(parts, (spans[0][0], spans[-1][1]), self._is_closed)
+            if some and size + rows.size_bytes > _TOGETHER:
+                yield some
+                some, size = [], 0
+            some.append((owner, rows))
+            size += rows.size_bytes
+        if some:
+            yield some
 
 
-class _File:
-    """Rows of one stretch. Those with other columns than the first ones stay in memory."""
+class _Piece(NamedTuple):
+    owner: int
+    part: int  # its number
+    rows: pa.Table
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._schema: pa.Schema | None = None
-        self._writer: pa.ipc.RecordBatchFileWriter | None = None
-        self._waiting: list[pa.Table] = []
-        self._rows = 0  # that are written or wait
-        self._said: list[tuple[int, int, Read]] = []  # of an owner; without the rows from there on, as many as it says
 
-    def add(self, owner: int, read: Read) -> None:
-        """Add what was read of one of the owner's parts."""
-        if read.rows is None or self._schema not in (None, read.rows.schema):
-            self._said.append((owner, -1, read))
-            return
-        self._schema = read.rows.schema
-        self._said.append((owner, self._rows, read._replace(rows=None)))
-        self._waiting.append(read.rows)
-        self._rows += read.counts[0]
-        if len(self._waiting) >= _PIECES:
-            self._write()
+@dataclass(slots=True)
+class _Found:
+    """What a share's file has for a stretch: in these batches, one after the other, so many rows of these parts."""
 
-    def compact(self) -> None:
-        """Give up what rows that wait were unpacked with."""
-        if self._waiting and self._writer:
-            self._write()
-        elif self._waiting:
-            self._waiting = [pa.concat_tables(self._waiting).combine_chunks()]
+    batches: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)  # of the owner's part
+    counts: list[int] = field(default_factory=list)
 
-    def close(self) -> None:
-        """Add no more: the file can be read."""
-        if self._writer:
-            self._writer.close()
+    def add(self, batch: int, pieces: Sequence[_Piece]) -> None:
+        """Add a batch that consists of these pieces."""
+        self.batches.append(batch)
+        self.owners += [piece.owner for piece in pieces]
+        self.numbers += [piece.part for piece in pieces]
+        self.counts += [len(piece.rows) for piece in pieces]
 
-    def read(self) -> list[Read]:
-        """Return each part with its rows, by owner."""
-        rows = None
-        if self._writer:
-            with pa.OSFile(str(self._path)) as file:  # mapped it would take memory beside what is free already
-                rows = pa.ipc.open_file(file).read_all()
-        elif self._waiting:
-            rows = pa.concat_tables(self._waiting)
-        said = sorted(self._said, key=lambda said: (said[0], said[2].parts[0].number))
-        if rows is not None and said == self._said and all(begin >= 0 and not one.problem for _, begin, one in said):
-            return [Read([one.parts[0] for _, _, one in said], [one.counts[0] for _, _, one in said], rows, None)]
-        return [
-            one if begin < 0 or rows is None else one._replace(rows=rows.slice(begin, one.counts[0]))
-            for _, begin, one in said
-        ]
 
-    def remove(self) -> None:
-        """Remove the file and what waits: they are not read any more."""
-        self._waiting, self._said = [], []
-        self._path.unlink(missing_ok=True)
+@dataclass(slots=True)
+class _Index:
+    """What a share's file has, by stretch, and the owners of which it does not have all."""
 
-    def _write(self) -> None:
-        self._writer = self._writer or pa.ipc.new_file(str(self._path), self._schema)
-        self._writer.write_table(pa.concat_tables(self._waiting).combine_chunks())
-        self._waiting = []
+    of: list[_Found]
+    damaged: set[int] = field(default_factory=set)
