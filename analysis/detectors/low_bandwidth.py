@@ -375,10 +375,9 @@ def _against_interfaces(
         .group_by("instance_id", "node")
         .agg(pl.col("group_id", "op", "group_size", "size_bytes", "ns").first(), pl.col("end_ns").max())
     )
-    of_node = {node: rows for (node,), rows in taking_part.partition_by("node", as_dict=True).items()}
-    if any(node not in speeds for node in of_node):
+    if not set(taking_part["node"]) <= speeds.keys():
         return [], nothing
-    rates = {node: _rate(rows) for node, rows in of_node.items()}
+    rates = _rates(taking_part)
     node = min(sorted(rates), key=lambda node: rates[node] / speeds[node])
     used = rates[node] / speeds[node]
     instances = between["instance_id"]
@@ -464,19 +463,20 @@ def _against_other_steps(
     ]
 
 
-def _rate(rows: pl.DataFrame) -> float:
-    """Bytes per second that a node sends while any of these transfers is under way, each by a ring.
+def _rates(rows: pl.DataFrame) -> dict[int, float]:
+    """Bytes per second that each node sends while any of these transfers is under way, each by a ring.
 
     Where their times are unknown, as if those of all groups ran at once.
     """
-    if rows["end_ns"].null_count():
-        return sum(_sent(of) / float(of["ns"].to_numpy().sum()) * 1e9 for _, of in rows.group_by("group_id"))
-    spans = rows.select(start_ns=pl.col("end_ns") - pl.col("ns"), end_ns="end_ns").sort("start_ns")
-    reached = pl.col("end_ns").cum_max().shift(1).fill_null(spans["start_ns"][0])
-    busy_ns = spans.select((pl.col("end_ns") - pl.max_horizontal("start_ns", reached)).clip(0).sum()).item()
-    return _sent(rows) / float(busy_ns) * 1e9
-
-
-def _sent(rows: pl.DataFrame) -> float:
-    sizes = rows.group_by("op", "group_size").agg(pl.col("size_bytes").sum())
-    return float(sum(bus_factor(op, ranks) * size for op, ranks, size in sizes.iter_rows()))
+    sizes = rows.select("op", "group_size").unique()
+    factor = pl.Series([bus_factor(op, ranks) for op, ranks in sizes.iter_rows()], dtype=pl.Float64)
+    sent = rows.join(sizes.with_columns(factor=factor), on=["op", "group_size"]).with_columns(
+        sent=pl.col("factor") * pl.col("size_bytes"), start_ns=pl.col("end_ns") - pl.col("ns")
+    )
+    by_group = sent.group_by("node", "group_id").agg(rate=pl.col("sent").sum() / pl.col("ns").sum() * 1e9)
+    at_once = dict(by_group.group_by("node").agg(pl.col("rate").sum()).iter_rows())
+    timed = sent.filter(~pl.col("node").is_in(sent.filter(pl.col("end_ns").is_null())["node"].implode()))
+    reached = pl.col("end_ns").cum_max().shift(1)
+    busy_ns = (pl.col("end_ns") - pl.max_horizontal("start_ns", reached)).clip(0).sum()
+    found = timed.sort("start_ns").group_by("node").agg(pl.col("sent").sum() / busy_ns * 1e9)
+    return at_once | dict(found.iter_rows())

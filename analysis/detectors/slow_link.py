@@ -134,7 +134,7 @@ def detect(
         return usual >= min_ratio * rate or (usual >= min_ratio_of_many * rate and usual - rate >= by_chance)
 
     pairs = pairs_of_nodes(busy)
-    slow = _slow_nodes(pairs, slower) or _slow_pair(pairs, busy, slower)
+    slow = _slow_nodes(pairs, slower, 1 / min_ratio_of_many) or _slow_pair(pairs, busy, slower)
     if slow is None and sent is not None:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer
@@ -307,13 +307,15 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
     return _Slow((node_of[ends[0][0]], node_of[ends[0][1]]), slow_rate, healthy_rate, ends[0], is_pair=True)
 
 
-def _slow_nodes(pairs: PairsOfNodes, slower: _Slower) -> _Slow | None:
+def _slow_nodes(pairs: PairsOfNodes, slower: _Slower, most: float) -> _Slow | None:
     """Return the nodes of which even the fastest link is slower than those among the others.
+
+    None of whose links any is faster than the share `most` of the usual rate.
 
     Of several such nodes no more than have all of their links: between two with slow cards one has slow links only.
     """
     slow = []
-    for node in np.unique(pairs.nodes).tolist():
+    for node in pairs.nodes_below(most):
         _, own, among_others = pairs.against_others(pairs.of(node))
         if len(own) > 1 and len(among_others) and slower(own.max(), among_others):
             slow.append(node)

@@ -200,6 +200,25 @@ class PairsOfNodes:
         has = [(self.nodes == node).any(axis=1) for node in nodes]
         return np.asarray(np.all(has, axis=0) if is_pair else np.any(has, axis=0))
 
+    def nodes_below(self, most: float) -> list[int]:
+        """Return the nodes of which every link may have less than this share of the usual rate of its kind.
+
+        That is the median of the others of the kind, which is no higher than if the node's own were all below it. Links
+        of a kind that no other node has do not count.
+        """
+        nodes, node = distinct(self.nodes.ravel())
+        rate, kind = np.repeat(self.rate, 2), np.repeat(self.kind, 2)
+        kinds = int(kind.max(initial=-1)) + 1
+        ordered = self.rate[np.lexsort((self.rate, self.kind))]
+        count = np.bincount(self.kind, minlength=kinds)
+        own = np.bincount(node * kinds + kind, minlength=len(nodes) * kinds)[node * kinds + kind]
+        place = np.minimum((count[kind] + own) // 2, count[kind] - 1)
+        least = rate / ordered[(np.cumsum(count) - count)[kind] + place]
+        fastest = np.zeros(len(nodes))
+        np.maximum.at(fastest, node, np.where(own < count[kind], least, 0.0))
+        found: list[int] = nodes[fastest <= most * (1 + 1e-9)].tolist()
+        return found
+
     def against_others(self, chosen: Bools) -> tuple[float, Floats, Floats]:
         """Return the median rate of the chosen pairs; and the rates of these, and of all others, over the usual one.
 

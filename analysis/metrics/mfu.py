@@ -72,12 +72,12 @@ def count_flops(
     captured graphs, convolutions and a model's own are not counted. An operator is part of the step in which its first
     kernel began. A rank without shapes has 0 of both.
     """
+    judged = steps.filter("judged").sort("rank", "start_ns")
     with_shapes, of_kernels = dict(by_rank(operators)), dict(by_rank(kernels))  # slices, no copies
-    found = {
+    found = dict.fromkeys(judged["rank"].unique(maintain_order=True), (0.0, 0.0))
+    found |= {
         rank: _counted_on(with_shapes[rank], of_kernels[rank], rows)
-        if rank in with_shapes and rank in of_kernels
-        else (0.0, 0.0)
-        for rank, rows in by_rank(steps.filter("judged").sort("rank", "start_ns"))
+        for rank, rows in by_rank(judged.filter(pl.col("rank").is_in(list(with_shapes.keys() & of_kernels.keys()))))
     }
     needs = demand(ranks.filter(pl.col("rank").is_in(list(found))), 0.0, peak)
     flops = pl.Series([found[rank][0] for rank in needs["rank"]], dtype=pl.Float64)
