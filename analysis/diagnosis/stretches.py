@@ -39,8 +39,9 @@ __all__ = ["summarize", "whole_run", "with_whole_run"]
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
+_EACH = 3  # blocks for each core, so that none is without work before the end
 _TOGETHER = 48  # stretches for which rows are unpacked once; more if there are more cores
-_CPU_S_PER_BYTE = 4e-9  # that it is analyzed in, about
+_CPU_S_PER_BYTE = 7e-10  # that it is analyzed in, about
 
 
 def with_whole_run(
@@ -190,10 +191,10 @@ def _blocks(
     all_together = _shares(wanted, -(-len(wanted) // max(_TOGETHER, cores)))
     with_held = len(all_together) == 1
     for number, together in enumerate(all_together):
-        some = _shares(together, cores)
+        some = _shares(together, _EACH * cores)
         users = len(some) + with_held
         folder, stretches = str(Path(scratch, str(number))), (*together, *([held] if with_held else []))
-        shared = [Shared(folder, stretches, 2 * users, 2 * place, users) for place in range(users)]
+        shared = [Shared(folder, stretches, 2 * (cores + 1), user, users) for user in range(users)]
         blocks += [(list(block), one) for block, one in zip(some, shared, strict=False)]
     return blocks, shared[-1] if with_held else None
 

@@ -27,7 +27,8 @@ from rankscope.errors import BadInput
 
 __all__ = ["Elsewhere", "Lost", "begun", "each", "elsewhere", "local_cores", "scratch_folder", "serve"]
 
-_WORTH_S = 4.0  # of CPU that other processes take over; to start one takes 0.4
+_WORTH_S = 2.0  # of CPU that other processes take over; to start one takes 0.4
+_WORTH_LATE_S = 10.0  # of CPU that is left, for one more: it has to get its memory first
 _THREADS = 8  # more wait for the interpreter
 _OF_WORKER = 500_000_000  # bytes of memory, at most
 _TRIES = 2
@@ -117,8 +118,8 @@ def begun(
 ) -> Iterator[Iterator[Result | Lost]]:
     """Begin what `each` does, as far as other processes do it, and yield the results.
 
-    What still runs at the end of the context is given up. This process takes `beside` bytes meanwhile. Each of these
-    arguments has as many of `what` as `sizes` say, else one.
+    What still runs at the end of the context is given up. This process works too until it asks for results, and takes
+    `beside` bytes; 0: it waits for them. Each of these arguments has as many of `what` as `sizes` say, else one.
     """
     with _running(task, arguments, cpu_s, _OF_WORKER + memory, beside) as results:
         yield told(what or text("files"), results, sum(sizes) if sizes else len(arguments), sizes)
@@ -137,7 +138,8 @@ def _running(
         return closing(_in_threads(task, arguments))
     free = available_bytes()
     fit = max(1, (free - beside) // of_worker) if free is not None else len(arguments)
-    return _in_processes(task, arguments, min(len(arguments), len(os.sched_getaffinity(0)), fit))
+    count = min(len(arguments), len(os.sched_getaffinity(0)), fit)
+    return _in_processes(task, arguments, cpu_s, count, count - 1 if beside and count > 1 else count)
 
 
 def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> Generator[Result, None, None]:
@@ -150,24 +152,33 @@ def _in_threads(task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]
 
 @contextmanager
 def _in_processes(
-    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], count: int
+    task: Callable[..., Result], arguments: Sequence[tuple[Any, ...]], cpu_s: Sequence[float], count: int, at_first: int
 ) -> Iterator[Iterator[Result | Lost]]:
-    workers = [_Worker() for _ in range(count)]
+    """Run the tasks in so many processes; only `at_first` of them begin before results are asked for."""
+    workers = [_Worker() for _ in range(at_first)]
     idle: SimpleQueue[_Worker] = SimpleQueue()
     for worker in workers:
         idle.put(worker)
+    waiting = dict(enumerate(cpu_s))
 
-    def run(of: tuple[Any, ...]) -> Result | Lost:
+    def run(number: int) -> Result | Lost:
         worker = idle.get()
         try:
-            return worker.run(task, of)
+            waiting.pop(number)
+            return worker.run(task, arguments[number])
         finally:
             idle.put(worker)
+
+    def results(found: Iterator[Result | Lost]) -> Iterator[Result | Lost]:
+        if len(workers) < count and sum(list(waiting.values())) >= _WORTH_LATE_S:
+            workers.append(_Worker())
+            idle.put(workers[-1])
+        yield from found
 
     try:
         with ThreadPoolExecutor(count) as pool:
             try:
-                yield pool.map(run, arguments)
+                yield results(pool.map(run, range(len(arguments))))
             finally:  # also where the caller stops early, or after Ctrl-C
                 for worker in workers:
                     worker.end()

@@ -136,9 +136,9 @@ def no_room(_):
 ASKED = ((0, 29), (30, 59), (60, 89))
 
 
-def together(folder, place=0):
+def together(folder, user=0):
     """How two processes share what is unpacked for three stretches."""
-    return Shared(str(folder / "shared"), ASKED, shares=2, begins_with=place, blocks=2)
+    return Shared(str(folder / "shared"), ASKED, shares=2, user=user, users=2)
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_two_processes_unpack_at_the_same_time(recorded, tmp_path, small_shares)
     options = ReportOptions()
     alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
     arguments = [
-        ((str(recorded),), "", block, options, "", together(tmp_path, place))
-        for place, block in enumerate((ASKED[:1], ASKED[1:]))
+        ((str(recorded),), "", block, options, "", together(tmp_path, user))
+        for user, block in enumerate((ASKED[:1], ASKED[1:]))
     ]
     with workers.begun(summarize, arguments, [1e3, 1e3]) as found:
         assert [one for block in found for one in block] == alone

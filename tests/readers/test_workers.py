@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,14 @@ def test_tasks_begin_before_results_are_asked_for_and_are_given_up_with_the_cont
         wait_for(lambda: all(file.exists() for file in files))
         assert len(workers_of_this_process()) == 2
     assert not workers_of_this_process()
+
+
+@pytest.mark.parametrize(("cpu_s", "more"), [(12.0, 1), (4.0, 0)])
+def test_while_this_process_works_one_fewer_does_and_comes_when_enough_is_left(cpu_s, more):
+    with begun(time.sleep, [(0.5,), (0.5,)], [cpu_s, cpu_s], beside=1) as found:
+        assert len(workers_of_this_process()) == 1
+        assert list(found) == [None, None]
+        assert len(workers_of_this_process()) == 1 + more
 
 
 def test_workers_say_nothing_when_the_process_that_asked_is_gone():

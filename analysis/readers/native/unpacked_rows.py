@@ -69,23 +69,23 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Stretches, first and last steps, that share what is unpacked, in a temporary folder.
+    """Stretches, first and last steps, that share what is unpacked, in a temporary folder, in so many shares.
 
-    Of its `shares` the process begins with this one. `blocks` tasks use the folder.
+    This is one of the `users` of the folder, by number.
     """
 
     folder: str
     stretches: tuple[_Span, ...]
     shares: int
-    begins_with: int
-    blocks: int
+    user: int
+    users: int
 
     def finish(self) -> None:
-        """Say that this block needs no more; the last one removes the folder."""
+        """Say that this user needs no more; the last one removes the folder."""
         folder = Path(self.folder)
         if folder.exists():
-            folder.joinpath(f"finished-{self.begins_with}").touch()
-            if len(list(folder.glob("finished-*"))) == self.blocks:
+            folder.joinpath(f"finished-{self.user}").touch()
+            if len(list(folder.glob("finished-*"))) == self.users:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -178,7 +178,7 @@ class UnpackedRows:
             _Share(folder / f"{table}-{number}", owners[first:end], spans[first:end], self._stored.is_closed)
             for number, (first, end) in enumerate(pairwise(bounds))
         ]
-        begin = self._shared.begins_with % count
+        begin = count * self._shared.user // self._shared.users  # users at work begin apart from each other
         in_turn = shares[begin:] + shares[:begin]
         for waits in (False, True):  # first what no other process is at
             for share in in_turn:
