@@ -159,19 +159,18 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
     rows = _in_groups(collectives, phases, [*_SHOWN_AS])
     key = ["group_id", "group", "group_size", "op"]
     steps = phases.select(pl.col("step").n_unique()).item()
-    rows = rows.with_columns(ranks=pl.col("rank").n_unique().over("group_id"))
-    per_rank = 1 / (steps * pl.col("ranks").first())
+    ranks = rows.group_by("group_id").agg(ranks=pl.col("rank").n_unique())
     parts = {column: [p for p, shown in _SHOWN_AS.items() if shown == column] for column in _SHOWN_AS.values()}
-    sums = [
-        (pl.col("ns").filter(pl.col("part").is_in(of)).sum() * per_rank).round().cast(pl.Int64).alias(column)
-        for column, of in parts.items()
-    ]
+    sums = [pl.col("ns").filter(pl.col("part").is_in(of)).sum().alias(column) for column, of in parts.items()]
+    of_each = (pl.col(*parts) * (1 / (steps * pl.col("ranks")))).round().cast(pl.Int64)
     hidden = rows.filter(pl.col("part") == "overlapped").group_by("group_id", "op", "label").agg(pl.col("ns").sum())
     hidden = hidden.sort("ns", "label").group_by("group_id", "op").agg(hidden_by=pl.col("label").last())
     total = pl.sum_horizontal("exposed_ns", "wait_ns", "unattributed_ns")
     return (
         rows.group_by(key)
         .agg(*sums)
+        .join(ranks, on="group_id")
+        .with_columns(of_each)
         .join(described(groups), on="group_id", how="left")
         .join(hidden, on=["group_id", "op"], how="left")
         .with_columns(
@@ -179,7 +178,7 @@ def by_group(collectives: pl.DataFrame, phases: pl.DataFrame, groups: pl.DataFra
         )
         .sort(total, "group", pl.col("op").cast(pl.String), descending=[True, False, False])
         .head(_LISTED)
-        .drop("group_id", "role", "about", "of_all")
+        .drop("group_id", "ranks", "role", "about", "of_all")
     )
 
 

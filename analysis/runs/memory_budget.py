@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pyarrow as pa
+
 from rankscope.collectors.free_memory import available_bytes, own_bytes
 from rankscope.errors import BadInput
 
@@ -46,7 +48,8 @@ _SHARE = 0.5  # of the memory that is free
 
 
 def give_back() -> None:
-    """Return to the system what is free between what is used, as glibc does not by itself."""
+    """Return to the system what is free between what is used, as glibc and Arrow do not by themselves."""
+    pa.default_memory_pool().release_unused()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -227,7 +227,7 @@ class _Share:
         assert isinstance(self._made, _Index)
         rows, found = None, self._made.of[stretch]
         if found.batches:
-            with pa.memory_map(str(self._rows)) as file:
+            with pa.OSFile(str(self._rows)) as file:
                 reader = pa.ipc.open_file(file)
                 rows = pa.Table.from_batches(map(reader.get_batch, found.batches))
         parts = [self._part(owner, number) for owner, number in zip(found.owners, found.numbers, strict=True)]
