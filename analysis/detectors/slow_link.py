@@ -310,7 +310,7 @@ def _slow_card(sent: pl.DataFrame, min_ratio: float) -> _Slow | None:
 def _slow_nodes(pairs: PairsOfNodes, slower: _Slower, most: float) -> _Slow | None:
     """Return the nodes of which even the fastest link is slower than those among the others.
 
-    None of whose links any is faster than the share `most` of the usual rate.
+    Such a link has no more than the share `most` of the usual rate: others are not compared one by one.
 
     Of several such nodes no more than have all of their links: between two with slow cards one has slow links only.
     """

@@ -5,6 +5,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -172,6 +175,29 @@ def test_two_processes_unpack_at_the_same_time(recorded, tmp_path, small_shares)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_process_that_is_killed_leaves_its_share_to_others(recorded, tmp_path, small_shares):
+    """Who needs that share waits as long as the other process is at it, and begins anew."""
+    options = ReportOptions()
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    share = tmp_path / "shared" / "regions-1"
+    share.parent.mkdir()
+    at_it = f"""
+import fcntl, pathlib, time
+lock = open("{share}.lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+pathlib.Path("{share}.arrow").write_bytes(b"half of it")
+print("locked", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", at_it], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"locked\n"
+        killed = threading.Timer(2.0, other.kill)
+        killed.start()
+        assert summarize((str(recorded),), "", ASKED, options, "", together(tmp_path)) == alone
+        assert killed.finished.is_set()
+    assert other.returncode == -signal.SIGKILL
+
+
 def test_damaged_files_are_read_by_each_stretch(tmp_path, small_shares):
     """A file without its second half has fewer rows for those who read it, and each stretch says so."""
     run = write(slow(), tmp_path / "run")
@@ -208,7 +234,7 @@ def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch, small_shar
 
     monkeypatch.setattr(unpacked_rows, "read_on", read_on)
     for size in (1, 1_000_000):
-        monkeypatch.setattr(unpacked_rows, "_TOGETHER", size)
+        monkeypatch.setattr(unpacked_rows, "_BYTES", size)
         assert summarize((str(run),), "", ASKED, options, "", together(tmp_path)) == alone
         assert len(set(read)) == len(read)
         read.clear()

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnersRows", "Read", "Rows", "Shared", "UnpackedRows"]
 
-_TOGETHER = 8_000_000  # bytes of files whose rows are unpacked before they are written
+_BYTES = 8_000_000  # of files whose rows are unpacked before they are written
 _FEWEST = 16  # ranks or nodes in a share
 _Span = tuple[int, int]
 
@@ -293,7 +293,7 @@ class _Share:
         size = 0
         for owner, (parts, spans) in enumerate(zip(self._owners, self._spans, strict=True)):
             rows = OwnersRows(parts, (spans[0][0], spans[-1][1]), self._is_closed)
-            if some and size + rows.size_bytes > _TOGETHER:
+            if some and size + rows.size_bytes > _BYTES:
                 yield some
                 some, size = [], 0
             some.append((owner, rows))
