@@ -37,7 +37,7 @@ from rankscope.errors import BadInput
 __all__ = ["summarize", "whole_run", "with_whole_run"]
 
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
-_BYTES = 1_050_000_000  # that a report on the steps of a stretch would take in memory
+_BYTES = 800_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
 _EACH = 3  # blocks for each core, so that none is without work before the end
 _TOGETHER = 48  # stretches for which rows are unpacked once; more if there are more cores
