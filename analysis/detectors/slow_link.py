@@ -134,7 +134,7 @@ def detect(
         return usual >= min_ratio * rate or (usual >= min_ratio_of_many * rate and usual - rate >= by_chance)
 
     pairs = pairs_of_nodes(busy)
-    slow = _slow_nodes(pairs, slower, 1 / min_ratio_of_many) or _slow_pair(pairs, busy, slower)
+    slow = _slow_nodes(pairs, slower, 1 / min(min_ratio, min_ratio_of_many)) or _slow_pair(pairs, busy, slower)
     if slow is None and sent is not None:
         slow = _slow_card(sent, min_ratio)
         transfer = _transfer(breakdown, ranks, collectives, slow.ranks) if slow is not None else transfer

@@ -24,7 +24,7 @@ from rankscope.analysis.diagnosis.summary import mean_step
 from rankscope.analysis.model.address import address_of
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.native.unpacked_rows import Shared
-from rankscope.analysis.readers.workers import Lost, begun, local_cores, scratch_folder
+from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
 from rankscope.analysis.runs.step_range import FEWEST, Stretch
@@ -165,16 +165,8 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
         if found and end - begin < FEWEST:
             found[-1] = found[-1][0], end - 1
             continue
-        pieces = -(-(end - begin) // most)
-        bounds = [begin + (end - begin) * piece // pieces for piece in range(pieces + 1)]
-        found += [(one, other - 1) for one, other in pairwise(bounds)]
+        found += [(steps[0], steps[-1]) for steps in divided(range(begin, end), -(-(end - begin) // most))]
     return found
-
-
-def _shares(of: Sequence[tuple[int, int]], count: int) -> list[Sequence[tuple[int, int]]]:
-    """Return these stretches in so many lists of those that follow each other, about equally long; none is empty."""
-    bounds = [len(of) * number // count for number in range(count + 1)]
-    return [of[first:end] for first, end in pairwise(bounds) if first < end]
 
 
 def _blocks(
@@ -188,10 +180,10 @@ def _blocks(
     if cores is None or not scratch:
         return [([cut], None) for cut in wanted], None
     blocks: list[tuple[list[tuple[int, int]], Shared | None]] = []
-    all_together = _shares(wanted, -(-len(wanted) // max(_TOGETHER, cores)))
+    all_together = divided(wanted, -(-len(wanted) // max(_TOGETHER, cores)))
     with_held = len(all_together) == 1
     for number, together in enumerate(all_together):
-        some = _shares(together, _EACH * cores)
+        some = divided(together, _EACH * cores)
         users = len(some) + with_held
         folder, stretches = str(Path(scratch, str(number))), (*together, *([held] if with_held else []))
         shared = [Shared(folder, stretches, 2 * (cores + 1), user, users) for user in range(users)]

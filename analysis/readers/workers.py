@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import IO, Any, Protocol, TypeVar
 
@@ -25,7 +26,7 @@ from rankscope.analysis.text.progress import told
 from rankscope.collectors.free_memory import available_bytes
 from rankscope.errors import BadInput
 
-__all__ = ["Elsewhere", "Lost", "begun", "each", "elsewhere", "local_cores", "scratch_folder", "serve"]
+__all__ = ["Elsewhere", "Lost", "begun", "divided", "each", "elsewhere", "local_cores", "scratch_folder", "serve"]
 
 _WORTH_S = 2.0  # of CPU that other processes take over; to start one takes 0.4
 _WORTH_LATE_S = 10.0  # of CPU that is left, for one more: it has to get its memory first
@@ -44,6 +45,7 @@ _ENVIRONMENT = {
 }
 
 Result = TypeVar("Result")
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,12 @@ def elsewhere(runs: Elsewhere) -> Iterator[None]:
         yield
     finally:
         _runs_all.remove(runs)
+
+
+def divided(items: Sequence[_Item], count: int) -> list[Sequence[_Item]]:
+    """Return the items in so many sequences of those that follow each other, about equally long; none is empty."""
+    bounds = [len(items) * number // count for number in range(count + 1)]
+    return [items[first:end] for first, end in pairwise(bounds) if first < end]
 
 
 def local_cores() -> int | None:

@@ -129,10 +129,11 @@ class Trace:
         self._share([self], shared)
 
     def _share(self, own: Sequence[Trace], shared: Shared) -> None:
-        stretches = [self.part(first, last) for first, last in shared.stretches]
-        readers, every = ([one.reader.folder for one in of if one.reader.folder] for of in (own, stretches))
+        def stretches() -> list[Stretch]:
+            return [stretch for of in shared.stretches if (stretch := self.part(*of).stretch)]
+
         if self.reader.folder:
-            self.reader.folder.share(readers, every, shared)
+            self.reader.folder.share([one.reader.folder for one in own if one.reader.folder], shared, stretches)
 
     def tables(self) -> tuple[str, ...]:
         """Names of the tables that this run has."""

@@ -296,7 +296,7 @@ class _Windows:
     # ---- from the thread that trains
 
     def progress(self) -> None:
-        """Tell the agent this rank's step, so that it can name a later one; close a window that takes too long."""
+        """Send the agent this rank's step, so that it can name a later one; close a window that takes too long."""
         if self._recording and time.monotonic() > self._until_s and self._may_act():
             self._finish("its steps took too long, and a profiler takes more memory the longer it is on")
         self._emit.ring.progress(self._steps.done, clock(), self._usual.median_ns)
@@ -343,7 +343,7 @@ class _Windows:
             self._asked = sorted([*others, heard], key=lambda asked: int(asked["first"]))
 
     def _look_at(self, length_ns: int) -> None:
-        """Tell the agent of a step that is much longer than usual."""
+        """Report a step to the agent that is much longer than usual."""
         if self._usual.is_slow(length_ns):
             slow = {"step": self._steps.done - 1, "ns": length_ns, "usual_ns": self._usual.median_ns}
             self._emit.send({"type": "slow"} | slow)

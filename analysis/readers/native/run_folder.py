@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -72,6 +72,7 @@ class NativeReader:
         self._of_files = gaps
         self._whole: Whole = {}
         self.counted: dict[str, Any] = {}  # what was counted of the whole run, for all of its parts
+        self._unpacked: dict[str, UnpackedRows] = {}  # the last one, by its temporary folder
         self._begin()
 
     def _begin(self) -> None:
@@ -93,14 +94,15 @@ class NativeReader:
         """Read what all parts of the run have in common, here or in a process to which this reader is sent."""
         self._stored.read_shared()
 
-    def share(self, own: Sequence[NativeReader], stretches: Sequence[NativeReader], shared: Shared) -> None:
-        """Let the readers of some stretches of this run use what is unpacked once for all of them."""
-        of = [part.stretch for part in stretches if part.stretch]
-        place = {(one.first, one.last): number for number, one in enumerate(of)}
-        unpacked = UnpackedRows(self._stored, of, shared)
+    def share(self, own: Sequence[NativeReader], shared: Shared, stretches: Callable[[], Sequence[Stretch]]) -> None:
+        """Let the readers of some stretches of this run use what is unpacked once for all of `stretches()`."""
+        if shared.folder not in self._unpacked:
+            self._unpacked = {shared.folder: UnpackedRows(self._stored, stretches(), shared)}
+        unpacked = self._unpacked[shared.folder]
         for part in own:
             if part.stretch:
-                part._stored.unpacked = partial(unpacked.of, place[part.stretch.first, part.stretch.last])
+                place = shared.stretches.index((part.stretch.first, part.stretch.last))
+                part._stored.unpacked = partial(unpacked.of, place)
 
     @property
     def folder(self) -> NativeReader:

@@ -1,9 +1,9 @@
 """The rows of stretches of a run that follow each other, unpacked once for all of them and all who analyze them.
 
 A batch of a rank's file has 4,096 rows, of which a stretch of a wide run needs some hundred: to unpack all of it for
-each stretch is a quarter of what such a run takes. Here the ranks and nodes that have rows of a table are shared out in
-as many shares as there are processes. Whoever needs the table first unpacks a share, for all stretches, into a
-temporary file; a share that another process is at is waited for. One that is killed there leaves the share to others.
+each stretch is a quarter of what such a run takes. Here the ranks and nodes that have rows of a table are divided into
+shares, a few for each process. Whoever needs the table first unpacks a share, for all stretches, into a temporary file;
+a share that another process is at is waited for. One that is killed there leaves the share to others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +31,7 @@ from rankscope.analysis.readers.native.arrow_files import (
     time_in_the_middle,
 )
 from rankscope.analysis.readers.native.files import Part
+from rankscope.analysis.readers.workers import divided
 from rankscope.collectors.schema import TABLES
 
 if TYPE_CHECKING:
@@ -173,10 +173,9 @@ class UnpackedRows:
         folder = Path(self._shared.folder)
         folder.mkdir(exist_ok=True)
         count = min(self._shared.shares, -(-len(owners) // _FEWEST))
-        bounds = [len(owners) * number // count for number in range(count + 1)]
         shares = [
-            _Share(folder / f"{table}-{number}", owners[first:end], spans[first:end], self._stored.is_closed)
-            for number, (first, end) in enumerate(pairwise(bounds))
+            _Share(folder / f"{table}-{number}", of, self._stored.is_closed)
+            for number, of in enumerate(divided(list(zip(owners, spans, strict=True)), count))
         ]
         begin = count * self._shared.user // self._shared.users  # users at work begin apart from each other
         in_turn = shares[begin:] + shares[:begin]
@@ -195,14 +194,13 @@ class _Share:
     def __init__(
         self,
         path: Path,
-        owners: Sequence[Sequence[Part]],
-        spans: Sequence[Sequence[_Span]],
+        owners: Sequence[tuple[Sequence[Part], Sequence[_Span]]],
         is_closed: Callable[[Part], bool],
     ) -> None:
-        """`spans` has for each owner from when to when each stretch wants its rows; files' paths begin as `path`."""
+        """Each owner has its parts, and from when to when each stretch wants its rows; files' paths begin as `path`."""
         self._rows, self._index, self._lock = (path.with_name(path.name + end) for end in (".arrow", ".index", ".lock"))
-        self._owners = owners
-        self._spans = spans
+        self._owners = [parts for parts, _ in owners]
+        self._spans = [spans for _, spans in owners]
         self._is_closed = is_closed
         self._made: _Index | None = None
 
@@ -259,15 +257,14 @@ class _Share:
         for owners in self._together():
             waiting: list[list[_Piece]] = [[] for _ in made.of]
             for stretch, found in enumerate(made.of):
-                for owner, reads in self._until(stretch, owners):
-                    for (part,), _, rows, problem in reads:
-                        if problem or (rows is not None and schema not in (None, rows.schema)):
-                            made.damaged.add(owner)
-                        elif rows is not None and len(rows):
-                            schema = rows.schema
-                            wanted = between(rows, TABLES[part.table].order, self._spans[owner][stretch:])
-                            for after, some in wanted.items():
-                                waiting[stretch + after].append(_Piece(owner, part.number, some))
+                for owner, ((part,), _, rows, problem) in self._until(stretch, owners):
+                    if problem or (rows is not None and schema not in (None, rows.schema)):
+                        made.damaged.add(owner)
+                    elif rows is not None and len(rows):
+                        schema = rows.schema
+                        wanted = between(rows, TABLES[part.table].order, self._spans[owner][stretch:])
+                        for after, some in wanted.items():
+                            waiting[stretch + after].append(_Piece(owner, part.number, some))
                 pieces = sorted(waiting[stretch], key=lambda piece: piece.owner)  # also of batches read before
                 waiting[stretch] = []
                 if pieces:
@@ -282,10 +279,10 @@ class _Share:
         half.write_bytes(pickle.dumps(made, pickle.HIGHEST_PROTOCOL))
         os.replace(half, self._index)
 
-    def _until(self, stretch: int, owners: Sequence[tuple[int, OwnersRows]]) -> Iterator[tuple[int, list[Read]]]:
-        """Yield each owner with the batches, not yielded before, that may have rows of a stretch."""
-        read = at_once(lambda one: one[1].until(*self._spans[one[0]][stretch]), owners)
-        return zip((owner for owner, _ in owners), read, strict=True)
+    def _until(self, stretch: int, owners: Sequence[tuple[int, OwnersRows]]) -> Iterator[tuple[int, Read]]:
+        """Yield the batches of each owner, not yielded before, that may have rows of a stretch."""
+        found = at_once(lambda one: one[1].until(*self._spans[one[0]][stretch]), owners)
+        return ((owner, read) for (owner, _), reads in zip(owners, found, strict=True) for read in reads)
 
     def _together(self) -> Iterator[list[tuple[int, OwnersRows]]]:
         """Yield owners, by number, whose rows are unpacked together, with what has them."""
