@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from rankscope.analysis.diagnosis.step_summaries import StepSummaries
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
@@ -25,3 +26,4 @@ class Run:
     tables: dict[str, pl.DataFrame]  # for the page of tables: those of the timeline, and the trace's others
     running: bool
     read_at: float  # unix time
+    steps: StepSummaries | None = None  # of a long run those of all stretches that are analyzed

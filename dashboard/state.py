@@ -18,7 +18,7 @@ import polars as pl
 from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.stretches import with_whole_run
+from rankscope.analysis.diagnosis.stretches import steps_of, with_whole_run
 from rankscope.analysis.metrics.rank_placement import rank_places
 from rankscope.analysis.model.address import run_folder
 from rankscope.analysis.model.finding import Report
@@ -171,13 +171,16 @@ class State:
                     tables=_tables(trace, timeline),
                     running=running,
                     read_at=time.time(),
+                    steps=steps_of(trace, options) if known else None,
                 )
                 if self._progress[key].run is None:
                     self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
-                looked, is_complete = (known, False) if known else with_whole_run(trace, report, timeline, options)
-                run = run if looked is report else replace(run, report=looked)
-                if is_complete and trace.has_ended:
-                    place.keep(looked)
+                if not known:
+                    whole = with_whole_run(trace, report, timeline, options)
+                    if whole.report is not report:
+                        run = replace(run, report=whole.report, steps=whole.steps)
+                    if whole.is_complete and trace.has_ended:
+                        place.keep(whole.report)
                 self._set(key, scene=scene.result())
         except BadInput as error:
             self._set(key, error=str(error))

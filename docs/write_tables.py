@@ -1,9 +1,10 @@
-"""Writes docs/tables.md from collectors/schema.py, which is the truth: `make docs`."""
+"""Writes docs/tables.md from the tables that the code declares: `make docs`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from rankscope.analysis.diagnosis.step_summaries import STEP_SUMMARIES
 from rankscope.collectors.counters import COUNTERS
 from rankscope.collectors.schema import (
     DEVICE_MARKS,
@@ -31,7 +32,7 @@ def render() -> str:
         "Times are nanoseconds of the node's monotonic clock unless the column says otherwise. A `*_id` column points "
         "into the `strings` of the same partition. Which rank or node a row belongs to stands in the file's path; "
         "`Trace.table` adds it as columns and puts names in the place of ids and codes.",
-        *(_table(table) for table in TABLES.values()),
+        *(_table(table) for table in (*TABLES.values(), STEP_SUMMARIES)),
         "## Counters",
         "The names in the table `counters`, from `collectors/counters.py`. A gauge is read at a moment; a counter is "
         "cumulative, and shown as a rate.",

@@ -22,7 +22,7 @@ def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
     """Diagnose a run. The report lists what was not seen; a failing detector does not affect the rest."""
     with whole_run(trace, options) as over_all:
         timeline = build_timeline(trace)
-        return over_all(report_on(trace, timeline, options), timeline)[0]
+        return over_all(report_on(trace, timeline, options), timeline).report
 
 
 def new_report(
@@ -64,5 +64,6 @@ def _read(
             if readings < _READINGS and trace.reader.folder and trace.reader.folder.has_shrunk:
                 continue
             if over_all:
-                report, is_complete = over_all(report, timeline)
+                whole_report = over_all(report, timeline)
+                report, is_complete = whole_report.report, whole_report.is_complete
             return trace, timeline, report, is_complete

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from rankscope.analysis.text.message import Text
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["FOLDER", "keep", "kept", "made_of"]
+__all__ = ["FOLDER", "keep", "keep_file", "kept", "made_of"]
 
 FOLDER = "summary"
 _CODE = ("analysis", "collectors")
@@ -59,15 +59,20 @@ def kept(run: Path, name: str, of: str, kind: type[_Value]) -> _Value | None:
 def keep(run: Path, name: str, of: str, value: DataclassInstance) -> None:
     """Keep the value for the next time; a folder that cannot be written to stays as it is."""
     plain = msgspec.to_builtins(value, enc_hook=_plain)  # the lengths of all steps of all ranks are in it
-    said = json.dumps({"made_of": of, "value": plain}, separators=(",", ":"))
+    said = json.dumps({"made_of": of, "value": plain}, separators=(",", ":")).encode()
+    keep_file(run, f"{name}.json", lambda out: out.write(said))
+
+
+def keep_file(run: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
+    """Put in the run's folder, whole or not at all, the file that `write` writes."""
     with suppress(OSError):
         (run / FOLDER).mkdir(exist_ok=True)
         file, made = tempfile.mkstemp(dir=run / FOLDER)
         try:
-            with os.fdopen(file, "w", encoding="utf-8") as out:
-                out.write(said)
+            with os.fdopen(file, "wb") as out:
+                write(out)
             os.chmod(made, 0o644)
-            os.replace(made, run / FOLDER / f"{name}.json")
+            os.replace(made, run / FOLDER / name)
         except OSError:
             Path(made).unlink(missing_ok=True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.diagnosis.summary import mean_step
 from rankscope.analysis.model.address import address_of
@@ -34,7 +36,7 @@ from rankscope.analysis.text.message import text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.errors import BadInput
 
-__all__ = ["summarize", "whole_run", "with_whole_run"]
+__all__ = ["OverAll", "steps_of", "summarize", "whole_run", "with_whole_run"]
 
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 800_000_000  # that a report on the steps of a stretch would take in memory
@@ -44,46 +46,61 @@ _TOGETHER = 48  # stretches for which rows are unpacked once; more if there are 
 _CPU_S_PER_BYTE = 7e-10  # that it is analyzed in, about
 
 
-def with_whole_run(
-    trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None
-) -> tuple[Report, bool]:
+@dataclass(frozen=True, slots=True)
+class OverAll:
+    """The report on all of a run, whether every stretch of it could be analyzed, and the steps that are kept."""
+
+    report: Report
+    is_complete: bool = True
+    steps: StepSummaries | None = None
+
+
+def with_whole_run(trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None) -> OverAll:
     """Return what `whole_run` does where the report on the last steps is there already."""
     with whole_run(trace, options) as over_all:
         return over_all(report, timeline)
 
 
 @contextmanager
-def whole_run(
-    trace: Trace, options: ReportOptions | None = None
-) -> Iterator[Callable[[Report, Timeline], tuple[Report, bool]]]:
+def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Callable[[Report, Timeline], OverAll]]:
     """Begin to analyze the steps before those that are held of a long run, as far as other processes do it.
 
-    Yield what adds to the report on the last steps what the earlier ones show of the whole run, and says whether all of
-    these could be analyzed. What still runs at the end of the context is given up.
+    Yield what adds to the report on the last steps what the earlier ones show of the whole run. What still runs at the
+    end of the context is given up.
     """
     stretch, folder = trace.stretch, trace.reader.folder
     history = stretch.history() if stretch else None
     if stretch is None or history is None or folder is None or stretch.asked:
-        yield lambda report, _: (report, True)
+        yield lambda report, _: OverAll(report)
         return
     phases = phases_of(stretch, history)
     all_bytes, steps = bytes_of_rows(folder), len(stretch.counted) - stretch.kept
     step_bytes = all_bytes / steps
     most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
-    held = round(step_bytes * (stretch.last + 1 - stretch.first))
-    with _begun(trace, _cuts(stretch, phases, most), step_bytes, held, options or ReportOptions()) as found:
+    cuts, held = _cuts(stretch, phases, most), (stretch.first, stretch.last)
+    options = options or ReportOptions()
+    run, of = _kept_in(trace.paths, options)
+    with _begun(trace, run, of, cuts, step_bytes, options) as found:
 
-        def over_all(report: Report, timeline: Timeline) -> tuple[Report, bool]:
-            parts = mean_parts(report.breakdown)
-            last, summaries = _summary(stretch.first, stretch.last, report, timeline, parts), found()
-            return over_the_run(report, stretch, phases, last, summaries), not any(one.why for one in summaries)
+        def over_all(report: Report, timeline: Timeline) -> OverAll:
+            keep_steps(run, of, held, timeline)
+            last, summaries = _summary(*held, report, timeline, mean_parts(report.breakdown)), found()
+            remove_other_steps(run, {held, *cuts})
+            report = over_the_run(report, stretch, phases, last, summaries)
+            return OverAll(report, not any(one.why for one in summaries), kept_steps(run, of))
 
         yield over_all
 
 
+def steps_of(trace: Trace, options: ReportOptions) -> StepSummaries | None:
+    """Return the steps of all stretches of a long run that are kept in its folder."""
+    is_long = trace.stretch is not None and not trace.stretch.asked
+    return kept_steps(*_kept_in(trace.paths, options)) if is_long else None
+
+
 def summarize(
     paths: tuple[str, ...],
-    files: str,
+    of: str,
     stretches: Sequence[tuple[int, int]],
     options: ReportOptions,
     opened: str,
@@ -91,15 +108,15 @@ def summarize(
 ) -> list[StretchSummary]:
     """Analyze stretches of a run, from first to last step. If one fails, its summary says why.
 
-    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. If there is
-    a file `opened`, the opened run is taken from there.
+    `of` is what they are made of: as long as it is the same the run's files are not looked for again. If there is a
+    file `opened`, the opened run is taken from there. The steps of each stretch go to a file in the run's folder.
     """
     parts: list[Trace] = []
 
     def summary(first: int, last: int) -> StretchSummary:
         try:
             if not parts:
-                run, left = _opened(paths, files, opened), [each for each in stretches if each[0] >= first]
+                run, left = _opened(paths, of, opened), [each for each in stretches if each[0] >= first]
                 try:
                     parts.extend(run.parts(left, shared))
                 except BadInput:  # of one of them, which need not be the first
@@ -107,6 +124,7 @@ def summarize(
             trace = parts.pop(0)
             timeline = build_timeline(trace)
             judged = judge(trace, timeline, options, replays=False)
+            keep_steps(Path(address_of(list(paths)).folders[0]), of, (first, last), timeline)
         except BadInput as error:
             return StretchSummary(first=first, last=last, why=str(error))
         except Exception as error:  # the report on other steps is done, and must not be lost for this
@@ -121,8 +139,15 @@ def summarize(
 
 
 @lru_cache(maxsize=1)
-def _opened(paths: tuple[str, ...], files: str, opened: str) -> Trace:  # noqa: ARG001 - part of the key
+def _opened(paths: tuple[str, ...], of: str, opened: str) -> Trace:  # noqa: ARG001 - part of the key
     return Trace.from_file(Path(opened)) if opened and Path(opened).exists() else Trace.open(paths)
+
+
+def _kept_in(paths: Sequence[str], options: ReportOptions) -> tuple[Path, str]:
+    """Return the folder in which results on the run are kept, and what they are made of."""
+    where = address_of([local_path(path) for path in paths])
+    files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
+    return Path(where.folders[0]), made_of(files, [where.world, options.flops_per_step, options.peak_tflops])
 
 
 def _summary(
@@ -214,25 +239,24 @@ def _scratch(trace: Trace) -> Iterator[str]:
 
 @contextmanager
 def _begun(
-    trace: Trace, cuts: Sequence[tuple[int, int]], step_bytes: float, beside: int, options: ReportOptions
+    trace: Trace, run: Path, of: str, cuts: Sequence[tuple[int, int]], step_bytes: float, options: ReportOptions
 ) -> Iterator[Callable[[], list[StretchSummary]]]:
     """Yield what returns summaries of these stretches, in their order.
 
-    Those that are stored, and of the others new ones, to be stored. This process takes `beside` bytes meanwhile.
+    Those that are kept in the run's folder, made of this, and of the others new ones, to be kept there. This process
+    analyzes the last steps meanwhile.
     """
+    assert trace.stretch
+    last_steps = trace.stretch.first, trace.stretch.last
+    beside = round(step_bytes * (last_steps[1] + 1 - last_steps[0]))
     paths = [os.path.abspath(local_path(path)) for path in trace.paths]  # other processes may work elsewhere
-    where = address_of(paths)
-    folder = Path(where.folders[0])
-    files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
-    of = made_of(files, [where.world, options.flops_per_step, options.peak_tflops])
-    held = kept(folder, _NAME, of, StretchSummaries) or StretchSummaries([])
+    held = kept(run, _NAME, of, StretchSummaries) or StretchSummaries([])
     known = {(one.first, one.last): one for one in held.stretches}
     wanted = [cut for cut in cuts if cut not in known]
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch(trace)) if wanted else ""
         opened = str(Path(scratch, _OPENED)) if scratch else ""
-        assert trace.stretch
-        shared, with_held = _blocks(wanted, (trace.stretch.first, trace.stretch.last), local_cores(), scratch)
+        shared, with_held = _blocks(wanted, last_steps, local_cores(), scratch)
         if with_held:
             with suppress(BadInput):  # of one stretch
                 trace.share(with_held)
@@ -241,7 +265,7 @@ def _begun(
         cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
         memory = round(_OF_REPORT * max(map(max, costs), default=0))
         what, sizes = text("stretches"), [len(block) for block in blocks]
-        arguments = [(tuple(paths), files, block, options, opened, with_others) for block, with_others in shared]
+        arguments = [(tuple(paths), of, block, options, opened, with_others) for block, with_others in shared]
         begin = begun(summarize, arguments, cpu_s, memory=memory, what=what, sizes=sizes, beside=beside)
         results = stack.enter_context(begin)
 
@@ -254,7 +278,7 @@ def _begun(
             finally:  # after Ctrl-C too: the next report goes on from there
                 if wanted:
                     there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]
-                    keep(folder, _NAME, of, StretchSummaries(there))
+                    keep(run, _NAME, of, StretchSummaries(there))
             return [known[cut] for cut in cuts]
 
         yield summaries

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rankscope.analysis.diagnosis.step_summaries import StepSummaries, step_summaries
 from rankscope.analysis.model.parts import OWN
 from rankscope.analysis.text.message import spoken, text
 from rankscope.analysis.timeline.build import Timeline
@@ -22,7 +23,16 @@ QUANTITIES = {
     "transfer": text("transfer"),
     "last": text("how often the rank came last"),
 }
+_ALWAYS = ["rank", "step", "step_ns", "judged"]
 _PARTS = {"own": OWN, "wait": ("wait", "bubble"), "transfer": ("transfer",)}
+_COLUMNS = {quantity: [f"{part}_ns" for part in parts] for quantity, parts in _PARTS.items()}
+# Of a quantity: the other columns of summaries that it is made of, and how.
+_VALUES = {
+    **{name: (columns, pl.sum_horizontal(columns, ignore_nulls=False)) for name, columns in _COLUMNS.items()},
+    "step": ([], pl.col("step_ns")),
+    "last": (["matched", "came_last"], pl.when(pl.col("matched") > 0).then(pl.col("came_last") / pl.col("matched"))),
+}
+_MOST_CELLS = 20_000_000  # 24 bytes each while they are laid out
 MISSING = 255
 _HIGHEST = 254
 _LEAST_RANGE = 0.1  # of the median step: smaller differences are not stretched over all colours
@@ -66,29 +76,32 @@ class Picture:
     column_labels: list[tuple[float, str]]
 
 
-def grid(timeline: Timeline, quantity: str) -> Grid:
-    """All steps, whether judged or not. Raises KeyError for a quantity that is not in QUANTITIES."""
-    length = pl.col("end_ns") - pl.col("start_ns")
-    if quantity == "step":
-        cells = timeline.steps.select("rank", "step", value=length)
-    elif quantity == "last":
-        known = timeline.collectives.drop_nulls(["step", "is_last"])
-        cells = known.group_by("rank", "step").agg(value=pl.col("is_last").mean())
-    else:
-        of_parts = timeline.breakdown.filter(pl.col("part").is_in(_PARTS[quantity]))
-        cells = of_parts.group_by("rank", "step").agg(value=pl.col("ns").sum())
-    ranks, steps = (cells[name].unique().sort().to_numpy() for name in ("rank", "step"))
+def grid(timeline: Timeline, quantity: str, of_stretches: StepSummaries | None = None) -> Grid:
+    """All steps, whether judged or not; of a long run those of its stretches too, the last ones if these are too many.
+
+    Raises KeyError for a quantity that is not in QUANTITIES.
+    """
+    columns, value = _VALUES[quantity]
+    here = step_summaries(timeline)
+    cells = [here.select(_ALWAYS + columns)]
+    most, first = _MOST_CELLS // max(here["rank"].n_unique(), 1), here["step"].min()
+    if of_stretches and isinstance(first, int):
+        before = of_stretches.read(*_ALWAYS, *columns, since=first - most)
+        cells.append(before.filter(pl.col("step") < first))
+    rows = pl.concat(cells).with_columns(value.alias("value")).drop_nulls("value")
+    ranks, steps = (rows[name].unique().sort().to_numpy() for name in ("rank", "step"))
+    if of_stretches and len(steps):
+        steps = np.arange(steps[0], steps[-1] + 1)  # those of a stretch that could not be analyzed stay empty
     values = np.full((len(ranks), len(steps)), np.nan, np.float32)
-    row = np.searchsorted(ranks, cells["rank"].to_numpy())
-    values[row, np.searchsorted(steps, cells["step"].to_numpy())] = cells["value"].to_numpy()
+    place = np.searchsorted(ranks, rows["rank"].to_numpy()), np.searchsorted(steps, rows["step"].to_numpy())
+    values[place] = rows["value"].to_numpy()
     low, high = 0.0, 1.0
     if quantity != "last" and values.size:
-        judged = timeline.steps.filter("judged") if timeline.steps["judged"].any() else timeline.steps
-        typical = values[
-            :, np.isin(steps, judged["step"].unique().to_numpy())
-        ]  # warm-up would leave one colour for all else
+        judged = rows.filter("judged") if rows["judged"].any() else rows
+        # Warm-up would leave one colour for all else.
+        typical = values[:, np.isin(steps, judged["step"].unique().to_numpy())]
         low, high = (float(v) for v in np.nanpercentile(typical, (1, 99)))
-        high = max(high, low + _LEAST_RANGE * (judged.select(length.median()).item() or 0.0), low + 1)
+        high = max(high, low + _LEAST_RANGE * float(np.median(judged["step_ns"].to_numpy())), low + 1)
     return Grid(quantity, ranks, steps, values, low, high)
 
 

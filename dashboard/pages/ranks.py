@@ -38,6 +38,7 @@ _DATA = "/ranks-data"
 _MEANING = text("One row per rank, one column per step. A row that stands out is a slow rank, a column a slow step.")
 _OWN = text("own work: all but communication, input, garbage collection and compilation")
 _MOST_PIXELS = 4096
+_AROUND = 20  # steps whose timeline is named for one that is not held
 _SLOWEST, _BY_RANK = "largest first", "rank"
 
 
@@ -104,8 +105,11 @@ def _raster(run: Run, quantity: str, order: str) -> Children:
     )
     meaning = _OWN if quantity == "own" else QUANTITIES[quantity]
     how = text("Point for the value; click to open the moment in the timeline; drag to look closer.")
+    stretch = run.trace.stretch
+    only = stretch.said if stretch and not stretch.asked and not run.steps else ""
     return [
         quiet(text("{quantity}. {how}", quantity=meaning, how=how)),
+        quiet(only) if only else None,
         raster,
         html.Ul([legend], className="levels"),
     ]
@@ -117,7 +121,7 @@ def _why_no_parts(run: Run) -> str:
 
 @lru_cache(maxsize=len(QUANTITIES))
 def _grid(run: Run, quantity: str) -> Grid:
-    return grid(run.timeline, quantity)
+    return grid(run.timeline, quantity, run.steps)
 
 
 def _groups(run: Run) -> dict[str, list[list[int]]]:
@@ -162,16 +166,18 @@ def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Respons
         + (text(" on node {node}", node=node[0]) if node and node[0] is not None else "")
         + text(", step {step}", step=step)
     ]
-    lines.append(
-        text("not recorded")
-        if math.isnan(value)
-        else text("{quantity}: {value}", quantity=QUANTITIES[found.quantity], value=_value(found, value))
-    )
     span = run.timeline.steps.filter(pl.col("rank") == rank, pl.col("step") == step)
+    if not math.isnan(value):
+        lines.append(text("{quantity}: {value}", quantity=QUANTITIES[found.quantity], value=_value(found, value)))
+    else:  # steps before those that are held are of a stretch that could not be analyzed
+        lines.append(text("not analyzed") if run.steps and span.is_empty() else text("not recorded"))
     href = ""
     if len(span):
         lines += [text("not analyzed: {aside}", aside=aside) for aside in span["aside"].drop_nulls()]
         href = address("timeline", run.key, t0=span["start_ns"][0], t1=span["end_ns"][0], rank=rank)
+    elif not math.isnan(value):
+        steps = f"{max(step - _AROUND, 0)}-{step + _AROUND}"
+        lines.append(text("its timeline: rankscope ui {run}/steps={steps}", run=run.trace.path, steps=steps))
     return Response(json.dumps({"text": "\n".join(spoken(lines)), "href": href}), mimetype="application/json")
 
 

@@ -10,6 +10,7 @@ import threading
 from contextlib import nullcontext
 
 import numpy as np
+import polars as pl
 import pyarrow as pa
 import pytest
 from polars.testing import assert_frame_equal
@@ -18,8 +19,10 @@ from rankscope.analysis.diagnosis import savings, stretches
 from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
 from rankscope.analysis.diagnosis.kept_values import FOLDER, kept
 from rankscope.analysis.diagnosis.options import ReportOptions
+from rankscope.analysis.diagnosis.step_summaries import STEP_SUMMARIES
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
+from rankscope.analysis.model.parts import PARTS
 from rankscope.analysis.readers import workers
 from rankscope.analysis.readers.native import arrow_files, unpacked_rows
 from rankscope.analysis.readers.native.unpacked_rows import Shared
@@ -99,6 +102,41 @@ def test_steps_that_grow_too_slowly_for_any_stretch_are_a_finding_over_the_run(t
         assert one.title in report.verdict
         assert one.lost_fraction == pytest.approx(growth / 2, rel=0.15)
         assert abs(one.lost_fraction * report.history.count - one.lost_ns_total / report.history.median_ns) < 5
+
+
+def test_every_step_of_every_rank_is_left_beside_the_report(recorded, report):
+    """As `RUN/steps=FIRST-LAST` has it: its length, its parts, which sum to it, and how often the rank came last."""
+    report()
+    left = pl.scan_ipc(recorded / FOLDER / "steps-*.arrow").collect().sort("rank", "step")
+    assert left.select("rank", "step").rows() == [(rank, step) for rank in range(4) for step in range(STEPS)]
+    parts = [f"{part}_ns" for part in PARTS]
+    assert left.select(pl.sum_horizontal(parts)).to_series().equals(left["step_ns"], check_names=False)
+    assert left.columns == [column.name for column in STEP_SUMMARIES.columns]
+    _, timeline = read_run(recorded / "steps=30-59")
+    some = left.filter(pl.col("step").is_between(30, 59))
+    length = (pl.col("end_ns") - pl.col("start_ns")).alias("step_ns")
+    assert_frame_equal(
+        some.select("rank", "step", "start_ns", "step_ns", "judged"),
+        timeline.steps.select("rank", "step", "start_ns", length, "judged"),
+        check_row_order=False,
+        check_dtypes=False,
+    )
+    for part in ("compute", "transfer", "wait"):
+        spent = timeline.breakdown.filter(pl.col("part") == part).sort("rank", "step")["ns"]
+        assert some[f"{part}_ns"].to_list() == spent.to_list()
+    last = timeline.collectives.filter("is_last").group_by("rank").len().sort("rank")
+    came_last = some.group_by("rank").agg(pl.col("came_last").sum()).filter(pl.col("came_last") > 0).sort("rank")
+    assert came_last.rows() == last.rows()
+
+
+def test_steps_of_other_stretches_are_removed(recorded, report):
+    """Where stretches were cut differs with the memory that is free: no step is there twice."""
+    report()
+    files = sorted(path.name for path in (recorded / FOLDER).glob("steps-*"))
+    (recorded / FOLDER / files[0]).rename(recorded / FOLDER / "steps-0-44.arrow")
+    (recorded / FOLDER / "stretches.json").unlink()
+    report()
+    assert sorted(path.name for path in (recorded / FOLDER).glob("steps-*")) == files
 
 
 def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded, tmp_path):

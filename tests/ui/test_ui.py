@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import json
 import os
 import re
 import shutil
@@ -38,6 +39,8 @@ from rankscope.analysis.diagnosis.kept_report import KeptReport
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.model import digest
 from rankscope.analysis.report.view import view_of
+from rankscope.analysis.runs import memory_budget
+from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import speaking, spoken
 from rankscope.dashboard import sql
 from rankscope.dashboard import state as state_module
@@ -451,6 +454,41 @@ def test_an_ended_run_shows_its_kept_report_while_it_is_read(run, monkeypatch):
     shown = str(_show(again, "/", "", None)[0])
     assert again.report("").verdict in shown.replace(r"\xa0", " ")
     assert "Opening" in str(_show(again, "/ranks", "", None)[0])
+
+
+def test_the_heat_map_has_every_step_of_a_run_that_is_too_long_to_be_held(tmp_path, monkeypatch):
+    """Rank 2 is slow in steps 20 to 49, of which none is held; a file that is torn leaves its steps empty."""
+    job = simulate.Job(parallel="ddp", ranks=4, steps=120, seed=3, compute_ns=90e6)
+    can = simulate.healthy_resources(job)
+    can.slowness[20:50, 2] *= 1.5
+    run = record.write(simulate.run(job, can), tmp_path / "run")
+    rows = memory_budget.bytes_of_rows(Trace.open(run).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
+
+    def shown(**more):
+        state = State([run])
+        state._read("", "")
+        assert state.ready("").trace.stretch.first == 90
+        client = create_app(state).server.test_client()
+        view = {"quantity": "own", "r0": 0, "r1": 4, "c0": 0, "c1": 120, "width": 120, "height": 4, **more}
+        got = client.get("/ranks-data", query_string=view, headers=OWN)
+        return got if more else np.frombuffer(got.data, np.uint8).reshape(4, 120)
+
+    cells = shown()
+    dark = cells[2] >= 200
+    assert dark[20:50].all()
+    assert dark[50:].sum() < 5
+    assert (cells[[0, 1, 3], 20:50] >= 200).sum() < 5
+    assert not (cells == rank_step_heatmap.MISSING).any()
+    about = json.loads(shown(row=2, column=25).data)
+    assert about["text"].startswith("rank 2 on node 0, step 25\nown work: 13")
+    assert about["text"].endswith(f"rankscope ui {run}/steps=5-45")
+    file = next(file for file in (run / "summary").glob("steps-*") if not re.search("-0-|-119", file.name))
+    first, last = map(int, file.stem.split("-")[1:])
+    file.write_bytes(file.read_bytes()[:-100])
+    empty = (shown() == rank_step_heatmap.MISSING).all(axis=0)
+    assert np.flatnonzero(empty).tolist() == list(range(first, last + 1))
+    assert json.loads(shown(row=2, column=first).data)["text"] == f"rank 2 on node 0, step {first}\nnot analyzed"
 
 
 def test_the_command_says_where_it_serves_and_ends_when_interrupted(run):
