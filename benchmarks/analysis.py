@@ -2,11 +2,13 @@
 
     python benchmarks/analysis.py startup [--before CHECKOUT]
     python benchmarks/analysis.py rows --ranks 64 --steps 600 [--before CHECKOUT]
+    python benchmarks/analysis.py grows --ranks 64 --steps 6000 [--before CHECKOUT]
     python benchmarks/analysis.py trace TRACE.json.gz --size-mb 606 [--before CHECKOUT]
     python benchmarks/analysis.py files FOLDER --ranks 4 --size-mb 150 [--before CHECKOUT]
 
 `startup` is a command with nearly nothing to do: 4 ranks, 40 steps. `rows` is a report on a simulated
-FSDP job. Of both reports, also one that finds the one before in the run's folder. `trace` is
+FSDP job. Of both reports, also one that finds the one before in the run's folder. `grows` is two reports on such a job
+while it goes on, after nine tenths of its steps and a hundredth of them later. `trace` is
 a report on a profiler's trace that is repeated up to the size, `files` one on those of several ranks (the first in the
 folder), after which one and two workers of a Dask cluster on this machine scan them.
 
@@ -97,6 +99,22 @@ def simulated(folder: Path, ranks: int, steps: int) -> Path:
     return write(run(job, healthy_resources(job)), folder)
 
 
+def report_while_it_grows(run: Path, folder: Path, checkouts: list[Path]) -> None:
+    """Print what two reports on the run take, at 0.90 and 0.91 of its time, for each checkout."""
+    from rankscope.analysis.runs.trace import Trace
+    from record import as_it_was
+
+    trace = Trace.open(run)
+    assert trace.reader.folder
+    seconds = (trace.reader.folder.extent("regions", 0)["last"].max() - trace.run[0]["start_ns"]) / 1e9
+    for checkout in checkouts:
+        shutil.rmtree(folder, ignore_errors=True)
+        for share in (0.9, 0.91):
+            as_it_was(run, folder, share * seconds)
+            print(f"after {share * seconds:.0f} s:")
+            compare([["report", str(folder), "--json", os.devnull]], [checkout], 1)
+
+
 def large_files(source: Path, folder: Path, ranks: int, size_mb: int) -> Path:
     """The folder, with the first traces of the source, each repeated up to the size."""
     from large_trace import write_large
@@ -134,7 +152,7 @@ def rows_of(run: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("startup", "rows", "trace", "files"))
+    parser.add_argument("part", choices=("startup", "rows", "grows", "trace", "files"))
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--before", type=Path, help="another checkout, whose commands run in alternation")
     parser.add_argument("--ranks", type=int, default=64)
@@ -156,6 +174,9 @@ def main() -> None:
             command = ["report", str(run), "--json", os.devnull]
             compare([command], checkouts, asked.rounds, rows, forget=run / "summary")
             again(command, checkouts, asked.rounds, rows)
+        elif asked.part == "grows":
+            run = simulated(Path(folder, "run"), asked.ranks, asked.steps)
+            report_while_it_grows(run, Path(folder, "grows"), checkouts)
         elif asked.part == "files":
             files = large_files(asked.trace, Path(folder, "traces"), asked.ranks, asked.size_mb)
             compare([["report", str(files), "--json", os.devnull]], checkouts, asked.rounds)

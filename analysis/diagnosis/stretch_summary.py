@@ -32,6 +32,8 @@ class StretchSummary:
     """Steps `first` to `last` of a run: the mean of those analyzed, its parts (over ranks), and root causes.
 
     `errors` are 95 % half widths of the parts, ns; empty with too few steps. Where nothing was analyzed, `why` says so.
+    One that is kept of a job that goes on has `begin_ns`, when its first step began on the counted rank; and, where its
+    records may still change, the fingerprint of the `files` that it was made of.
     """
 
     first: _Count
@@ -42,10 +44,13 @@ class StretchSummary:
     errors: dict[str, _Count] = field(default_factory=dict)
     findings: tuple[StretchFinding, ...] = ()
     why: str = ""
+    begin_ns: int = 0
+    files: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StretchSummaries:
-    """Those of a run."""
+    """Those of a run, none of more steps than `length`."""
 
+    length: _Count
     stretches: list[StretchSummary]

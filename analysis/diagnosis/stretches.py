@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
-from rankscope.analysis.runs.step_range import FEWEST, Stretch
+from rankscope.analysis.runs.step_range import FEWEST, Stretch, final_steps
 from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
@@ -41,6 +41,7 @@ __all__ = ["OverAll", "steps_of", "summarize", "whole_run", "with_whole_run"]
 _NAME, _OPENED = "stretches", "opened"  # files: of a run's folder, of the temporary one
 _BYTES = 800_000_000  # that a report on the steps of a stretch would take in memory
 _OF_REPORT = 0.55  # of that: the share that a stretch takes
+_AS_LONG = 0.75  # as they are cut for what is known now: so long stretches may stay
 _EACH = 3  # blocks for each core, so that none is without work before the end
 _TOGETHER = 48  # stretches for which rows are unpacked once; more if there are more cores
 _CPU_S_PER_BYTE = 7e-10  # that it is analyzed in, about
@@ -77,17 +78,20 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
     all_bytes, steps = bytes_of_rows(folder), len(stretch.counted) - stretch.kept
     step_bytes = all_bytes / steps
     most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
-    cuts, held = _cuts(stretch, phases, most), (stretch.first, stretch.last)
     options = options or ReportOptions()
-    run, of = _kept_in(trace.paths, options)
-    with _begun(trace, run, of, cuts, step_bytes, options) as found:
+    before = _Kept(trace, options)
+    number = stretch.first - stretch.kept
+    evenly = -(-number // max(-(-number // most), 1))
+    length = before.length if most * _AS_LONG <= before.length <= most / _AS_LONG else evenly
+    cuts, held = _cuts(stretch, phases, length), (stretch.first, stretch.last)
+    with _begun(trace, before, length, cuts, step_bytes, options) as found:
 
         def over_all(report: Report, timeline: Timeline) -> OverAll:
-            keep_steps(run, of, held, timeline)
+            keep_steps(before.run, before.of, held, timeline)
             last, summaries = _summary(*held, report, timeline, mean_parts(report.breakdown)), found()
-            remove_other_steps(run, {held, *cuts})
+            remove_other_steps(before.run, {held, *cuts})
             report = over_the_run(report, stretch, phases, last, summaries)
-            return OverAll(report, not any(one.why for one in summaries), kept_steps(run, of))
+            return OverAll(report, not any(one.why for one in summaries), kept_steps(before.run, before.of))
 
         yield over_all
 
@@ -95,11 +99,15 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
 def steps_of(trace: Trace, options: ReportOptions) -> StepSummaries | None:
     """Return the steps of all stretches of a long run that are kept in its folder."""
     is_long = trace.stretch is not None and not trace.stretch.asked
-    return kept_steps(*_kept_in(trace.paths, options)) if is_long else None
+    if not is_long:
+        return None
+    kept_of_it = _Kept(trace, options)
+    return kept_steps(kept_of_it.run, kept_of_it.of)
 
 
 def summarize(
     paths: tuple[str, ...],
+    files: str,
     of: str,
     stretches: Sequence[tuple[int, int]],
     options: ReportOptions,
@@ -108,15 +116,16 @@ def summarize(
 ) -> list[StretchSummary]:
     """Analyze stretches of a run, from first to last step. If one fails, its summary says why.
 
-    `of` is what they are made of: as long as it is the same the run's files are not looked for again. If there is a
-    file `opened`, the opened run is taken from there. The steps of each stretch go to a file in the run's folder.
+    `files` is the fingerprint of the run's files: as long as it is the same they are not looked for again. If there is
+    a file `opened`, the opened run is taken from there. The steps of each stretch are kept in the run's folder, as made
+    `of` this.
     """
     parts: list[Trace] = []
 
     def summary(first: int, last: int) -> StretchSummary:
         try:
             if not parts:
-                run, left = _opened(paths, of, opened), [each for each in stretches if each[0] >= first]
+                run, left = _opened(paths, files, opened), [each for each in stretches if each[0] >= first]
                 try:
                     parts.extend(run.parts(left, shared))
                 except BadInput:  # of one of them, which need not be the first
@@ -139,15 +148,47 @@ def summarize(
 
 
 @lru_cache(maxsize=1)
-def _opened(paths: tuple[str, ...], of: str, opened: str) -> Trace:  # noqa: ARG001 - part of the key
+def _opened(paths: tuple[str, ...], files: str, opened: str) -> Trace:  # noqa: ARG001 - part of the key
     return Trace.from_file(Path(opened)) if opened and Path(opened).exists() else Trace.open(paths)
 
 
-def _kept_in(paths: Sequence[str], options: ReportOptions) -> tuple[Path, str]:
-    """Return the folder in which results on the run are kept, and what they are made of."""
-    where = address_of([local_path(path) for path in paths])
-    files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
-    return Path(where.folders[0]), made_of(files, [where.world, options.flops_per_step, options.peak_tflops])
+class _Kept:
+    """What is kept in a run's folder of its stretches, as far as it still holds.
+
+    While the job goes on, which adds files, that is a stretch of which all is written that can change it; and where
+    nothing was written since, each.
+    """
+
+    def __init__(self, trace: Trace, options: ReportOptions) -> None:
+        where = address_of([os.path.abspath(local_path(path)) for path in trace.paths])
+        self.run = Path(where.folders[0])
+        self.files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
+        began = [(node, launch.get("start_ns")) for node, launch in sorted(trace.run.items())]
+        of = self.files if trace.has_ended else str(began)
+        self.of = made_of(of, [where.world, options.flops_per_step, options.peak_tflops])
+        held = kept(self.run, _NAME, self.of, StretchSummaries) or StretchSummaries(0, [])
+        self.length, self._stretches = held.length, held.stretches
+        stretch, folder = trace.stretch, trace.reader.folder
+        assert stretch
+        assert folder
+        self._begin_ns = stretch.counted["start_ns"].to_list()
+        self._final = len(self._begin_ns) if trace.has_ended else final_steps(folder, stretch.counted)
+
+    def known(self) -> dict[tuple[int, int], StretchSummary]:
+        """Return the summaries that still hold, by their first and last step."""
+        return {
+            (one.first, one.last): one
+            for one in self._stretches
+            if one.files in ("", self.files) and [one.begin_ns] == self._begin_ns[one.first : one.first + 1]
+        }
+
+    def keep(self, length: int, summaries: Sequence[StretchSummary]) -> None:
+        """Keep these for the next time."""
+        marked = [
+            replace(one, begin_ns=self._begin_ns[one.first], files="" if one.last < self._final else self.files)
+            for one in summaries
+        ]
+        keep(self.run, _NAME, self.of, StretchSummaries(length, marked))
 
 
 def _summary(
@@ -178,10 +219,11 @@ def _summary(
     )
 
 
-def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int, int]]:
+def _cuts(stretch: Stretch, phases: Sequence[Span], length: int) -> list[tuple[int, int]]:
     """First and last steps of stretches, which together are all before those that were read, as far as they are kept.
 
-    No stretch is longer than `most`, nor crosses the edge of a phase; those too short for a report join the one before.
+    No stretch is longer than `length`, nor crosses the edge of a phase; those too short for a report join the one
+    before. Else they are cut at multiples of the length, so that a run that grows has new ones at its end only.
     """
     edges = {stretch.kept, stretch.first, *(edge for phase in phases for edge in (phase.first, phase.last + 1))}
     inside = sorted(edge for edge in edges if stretch.kept <= edge <= stretch.first)
@@ -190,7 +232,13 @@ def _cuts(stretch: Stretch, phases: Sequence[Span], most: int) -> list[tuple[int
         if found and end - begin < FEWEST:
             found[-1] = found[-1][0], end - 1
             continue
-        found += [(steps[0], steps[-1]) for steps in divided(range(begin, end), -(-(end - begin) // most))]
+        at = [begin, *range((begin // length + 1) * length, end, length), end]
+        if end - begin <= length:
+            at = [begin, end]
+        else:  # one that is short and its neighbour, evenly
+            for one, short in ((1, at[1] - at[0]), (-2, at[-1] - at[-2])):
+                at[one] = (at[one - 1] + at[one + 1]) // 2 if short < length / 2 else at[one]
+        found += [(first, until - 1) for first, until in pairwise(at)]
     return found
 
 
@@ -239,19 +287,23 @@ def _scratch(trace: Trace) -> Iterator[str]:
 
 @contextmanager
 def _begun(
-    trace: Trace, run: Path, of: str, cuts: Sequence[tuple[int, int]], step_bytes: float, options: ReportOptions
+    trace: Trace,
+    before: _Kept,
+    length: int,
+    cuts: Sequence[tuple[int, int]],
+    step_bytes: float,
+    options: ReportOptions,
 ) -> Iterator[Callable[[], list[StretchSummary]]]:
     """Yield what returns summaries of these stretches, in their order.
 
-    Those that are kept in the run's folder, made of this, and of the others new ones, to be kept there. This process
-    analyzes the last steps meanwhile.
+    Those that are kept from `before`, and of the others new ones, to be kept. This process analyzes the last steps
+    meanwhile.
     """
     assert trace.stretch
     last_steps = trace.stretch.first, trace.stretch.last
     beside = round(step_bytes * (last_steps[1] + 1 - last_steps[0]))
-    paths = [os.path.abspath(local_path(path)) for path in trace.paths]  # other processes may work elsewhere
-    held = kept(run, _NAME, of, StretchSummaries) or StretchSummaries([])
-    known = {(one.first, one.last): one for one in held.stretches}
+    paths = tuple(os.path.abspath(local_path(path)) for path in trace.paths)  # other processes may work elsewhere
+    known = before.known()
     wanted = [cut for cut in cuts if cut not in known]
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch(trace)) if wanted else ""
@@ -265,7 +317,9 @@ def _begun(
         cpu_s = [sum(cost) * _CPU_S_PER_BYTE for cost in costs]
         memory = round(_OF_REPORT * max(map(max, costs), default=0))
         what, sizes = text("stretches"), [len(block) for block in blocks]
-        arguments = [(tuple(paths), of, block, options, opened, with_others) for block, with_others in shared]
+        arguments = [
+            (paths, before.files, before.of, block, options, opened, with_others) for block, with_others in shared
+        ]
         begin = begun(summarize, arguments, cpu_s, memory=memory, what=what, sizes=sizes, beside=beside)
         results = stack.enter_context(begin)
 
@@ -278,7 +332,7 @@ def _begun(
             finally:  # after Ctrl-C too: the next report goes on from there
                 if wanted:
                     there = [known[cut] for cut in cuts if cut in known and known[cut].analyzed]
-                    keep(run, _NAME, of, StretchSummaries(there))
+                    before.keep(length, there)
             return [known[cut] for cut in cuts]
 
         yield summaries

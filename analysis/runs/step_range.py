@@ -27,7 +27,7 @@ from rankscope.errors import BadInput
 if TYPE_CHECKING:
     from rankscope.analysis.readers.native.run_folder import NativeReader
 
-__all__ = ["FEWEST", "Stretch", "stretch_of"]
+__all__ = ["FEWEST", "Stretch", "final_steps", "stretch_of"]
 
 FEWEST = 20  # steps that are worth a report
 _EVER = 1 << 62  # later than all there is
@@ -36,6 +36,7 @@ _BESIDE = 2  # steps that are read before the first and after the last
 # the temperature. Of an unrelated clock so much.
 _SLACK_NS, _SLACK_PPM, _SLACK_UNKNOWN_NS = 100_000_000, 10, 10_000_000_000
 _AS_MUCH = 0.9  # as any other rank has in its files: it lost little, and did not end early
+_FINAL_NS = 310_000_000_000  # later: clocks are fitted to what was exchanged up to 5 minutes after a stretch
 _SPANS = 60  # of which a history has the length of a step
 
 
@@ -156,6 +157,22 @@ def stretch_of(reader: NativeReader, steps: tuple[int, int] | None) -> Stretch |
         said += text(" (of those before step {kept} only the length was kept)", kept=kept)
     asked = steps is not None
     return Stretch(first=first, last=last, kept=kept, asked=asked, said=said, counted=counted, spans=spans)
+
+
+def final_steps(reader: NativeReader, counted: pl.DataFrame) -> int:
+    """Return of how many steps, the first ones, nothing changes any more, although the job goes on.
+
+    Every node has written what came 5 minutes later: no record of theirs is missing, and clocks are fitted as they will
+    be.
+    """
+    clocks, pings = _clocks(reader), reader.sparse_clocks().filter(pl.col("peer") >= 0)
+    own, last_ns = _of(clocks, counted["node"][0]), counted["end_ns"][-1]
+    asked, answered = pings.select("node", at="t1_ns"), pings.select(node="peer", at="t3_ns")
+    seen = dict(pl.concat([asked, answered]).group_by("node").agg(pl.col("at").max()).iter_rows())
+    others = (clock for clock in clocks.values() if clock is not own)
+    until = (_shown(own, _common(clock, seen[clock.node])) if clock.node in seen else 0 for clock in others)
+    final_ns = min([last_ns, *until]) - _FINAL_NS
+    return max(int(np.searchsorted(counted["end_ns"].to_numpy(), final_ns)) - _BESIDE, 0)
 
 
 def _counted(reader: NativeReader) -> tuple[int, pl.DataFrame]:

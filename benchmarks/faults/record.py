@@ -17,7 +17,7 @@ from rankscope.collectors.rank_ranges import as_ranges
 from rankscope.collectors.schema import DEVICE_MARKS, DEVICE_WORK, NO_PEER, OPS, REGION_KINDS, SCHEMA_VERSION, TABLES
 from simulate import GPUS, Job, Recording
 
-__all__ = ["write"]
+__all__ = ["as_it_was", "write"]
 
 _SCHEMAS = {
     table.name: pa.schema([pa.field(c.name, pa.type_for_alias(c.type), nullable=c.nullable) for c in table.columns])
@@ -138,6 +138,25 @@ def _by_rank(folder: Path, table: str, columns: dict[str, np.ndarray]) -> None:
     ranks, first = np.unique(rank[order], return_index=True)
     for r, start, stop in zip(ranks, first, [*first[1:], len(order)], strict=True):
         write_sealed(folder / table / f"rank={r:05d}", "a0-", whole.slice(start, stop - start))
+
+
+def as_it_was(run: Path, folder: Path, seconds: float) -> Path:
+    """Make of a run folder what it was so long after it began, or let it grow until then: agents still write it."""
+    launches = {file.name: json.loads(file.read_text()) for file in (run / "run").glob("node=*.json")}
+    node_of = {f"rank={rank['rank']:05d}": node for node, launch in launches.items() for rank in launch["ranks"]}
+    (folder / "run").mkdir(parents=True, exist_ok=True)
+    for name, launch in launches.items():
+        (folder / "run" / name).write_text(json.dumps(launch | {"state": "running"}))
+    for table in (table for table in TABLES.values() if (run / table.name).is_dir()):
+        for part in sorted((run / table.name).glob("*/*.arrow")):
+            rows = pa.ipc.open_file(pa.BufferReader(part.read_bytes())).read_all().replace_schema_metadata()
+            if table.order.endswith("_ns"):
+                launch = launches[node_of.get(part.parent.name, f"{part.parent.name}.json")]
+                at = rows[table.order].to_numpy()
+                rows = rows.slice(0, int(np.searchsorted(at, launch["start_ns"] + seconds * 1e9)))
+            prefix, number = part.stem.split("part-")
+            write_sealed(folder / table.name / part.parent.name, prefix, rows, int(number))
+    return folder
 
 
 def _without_a_profiler(

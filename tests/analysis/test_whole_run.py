@@ -31,7 +31,7 @@ from rankscope.analysis.runs import memory_budget
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import Text
 from rankscope.collectors.agent import arrow_writer
-from record import write
+from record import as_it_was, write
 from simulate import Job, healthy_resources, run
 
 STEPS, SLOW = 120, 2
@@ -141,7 +141,7 @@ def test_steps_of_other_stretches_are_removed(recorded, report):
 
 def test_a_stretch_is_replayed_where_the_cost_of_its_finding_depends_on_it(recorded, tmp_path):
     """What a slow rank costs is no more than fixing it brings: that confirms it, as in a report on these steps."""
-    (summary,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "", None)
+    (summary,) = summarize((str(recorded),), "", "", [(0, 29)], ReportOptions(), "", None)
     (found,) = summary.findings
     (reported,) = diagnose(Trace.open(recorded / "steps=0-29")).findings
     assert (found.detector, found.confidence, reported.confidence) == ("slow_rank", "confirmed", "confirmed")
@@ -155,7 +155,7 @@ def test_a_stretch_is_not_replayed_where_its_tables_show_what_a_replay_would(tmp
     (reported,) = diagnose(Trace.open(folder / "steps=0-39")).findings
     replayed = []
     monkeypatch.setattr(savings, "rerun", lambda *of: replayed.append(of))
-    (summary,) = summarize((str(folder),), "", [(0, 39)], ReportOptions(), "", None)
+    (summary,) = summarize((str(folder),), "", "", [(0, 39)], ReportOptions(), "", None)
     (found,) = summary.findings
     assert (found.detector, found.lost_ns_total) == ("exposed_communication", reported.lost_ns_total)
     assert reported.gain_fraction is not None
@@ -189,25 +189,25 @@ def small_shares(monkeypatch):
 
 def test_stretches_whose_files_are_unpacked_together_are_the_same(recorded, tmp_path, monkeypatch, small_shares):
     options = ReportOptions()
-    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", "", [stretch], options, "", None)]
     assert all(one.analyzed for one in alone)
-    assert summarize((str(recorded),), "", ASKED[:2], options, "", together(tmp_path, 0)) == alone[:2]
+    assert summarize((str(recorded),), "", "", ASKED[:2], options, "", together(tmp_path, 0)) == alone[:2]
     assert len(list(tmp_path.glob("shared/regions-*.arrow"))) == 2
     with monkeypatch.context() as patch:  # what the first one unpacked is used by the second
         patch.setattr(unpacked_rows._Share, "_unpack", None)
-        assert summarize((str(recorded),), "", ASKED[2:], options, "", together(tmp_path, 1)) == alone[2:]
+        assert summarize((str(recorded),), "", "", ASKED[2:], options, "", together(tmp_path, 1)) == alone[2:]
     assert list(tmp_path.iterdir()) == []  # what was unpacked is gone
     full = []
     monkeypatch.setattr(unpacked_rows._Share, "_unpack", lambda share: full.append(share) or no_room(share))
-    assert summarize((str(recorded),), "", ASKED, options, "", together(tmp_path / "full")) == alone
+    assert summarize((str(recorded),), "", "", ASKED, options, "", together(tmp_path / "full")) == alone
     assert full
 
 
 def test_two_processes_unpack_at_the_same_time(recorded, tmp_path, small_shares):
     options = ReportOptions()
-    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", "", [stretch], options, "", None)]
     arguments = [
-        ((str(recorded),), "", block, options, "", together(tmp_path, user))
+        ((str(recorded),), "", "", block, options, "", together(tmp_path, user))
         for user, block in enumerate((ASKED[:1], ASKED[1:]))
     ]
     with workers.begun(summarize, arguments, [1e3, 1e3]) as found:
@@ -218,7 +218,7 @@ def test_two_processes_unpack_at_the_same_time(recorded, tmp_path, small_shares)
 def test_a_process_that_is_killed_leaves_its_share_to_others(recorded, tmp_path, small_shares):
     """Who needs that share waits as long as the other process is at it, and begins anew."""
     options = ReportOptions()
-    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", "", [stretch], options, "", None)]
     share = tmp_path / "shared" / "regions-1"
     share.parent.mkdir()
     at_it = f"""
@@ -233,7 +233,7 @@ time.sleep(60)
         assert other.stdout.readline() == b"locked\n"
         killed = threading.Timer(2.0, other.kill)
         killed.start()
-        assert summarize((str(recorded),), "", ASKED, options, "", together(tmp_path)) == alone
+        assert summarize((str(recorded),), "", "", ASKED, options, "", together(tmp_path)) == alone
         assert killed.finished.is_set()
     assert other.returncode == -signal.SIGKILL
 
@@ -247,8 +247,8 @@ def test_damaged_files_are_read_by_each_stretch(tmp_path, small_shares):
         unsealed.write_table(rows, max_chunksize=100)
     os.truncate(file, file.stat().st_size // 2)
     options = ReportOptions()
-    alone = [one for stretch in ASKED for one in summarize((str(run),), "", [stretch], options, "", None)]
-    assert summarize((str(run),), "", ASKED, options, "", together(tmp_path)) == alone
+    alone = [one for stretch in ASKED for one in summarize((str(run),), "", "", [stretch], options, "", None)]
+    assert summarize((str(run),), "", "", ASKED, options, "", together(tmp_path)) == alone
     every = Trace.open(run)
     parts = [every.part(*stretch) for stretch in ASKED]
     for part, sharing in zip(parts, every.parts(ASKED, together(tmp_path)), strict=True):
@@ -264,7 +264,7 @@ def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch, small_shar
     run = write(slow(), tmp_path / "run")
     assert len(list(run.glob("regions/rank=*1/*"))) > 3
     options, read = ReportOptions(), []
-    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", [stretch], options, "", None)]
+    alone = [one for stretch in ASKED for one in summarize((str(recorded),), "", "", [stretch], options, "", None)]
 
     def read_on(path, **asked):
         rows, problem, following = arrow_files.read_on(path, **asked)
@@ -275,16 +275,16 @@ def test_each_batch_is_unpacked_once(recorded, tmp_path, monkeypatch, small_shar
     monkeypatch.setattr(unpacked_rows, "read_on", read_on)
     for size in (1, 1_000_000):
         monkeypatch.setattr(unpacked_rows, "_BYTES", size)
-        assert summarize((str(run),), "", ASKED, options, "", together(tmp_path / str(size))) == alone
+        assert summarize((str(run),), "", "", ASKED, options, "", together(tmp_path / str(size))) == alone
         assert len(set(read)) == len(read) > 0
         read.clear()
 
 
 def test_a_run_that_was_opened_before_is_not_opened_again(recorded, tmp_path, monkeypatch):
-    (alone,) = summarize((str(recorded),), "", [(0, 29)], ReportOptions(), "", None)
+    (alone,) = summarize((str(recorded),), "", "", [(0, 29)], ReportOptions(), "", None)
     Trace.open(recorded).to_file(tmp_path / "opened")
     monkeypatch.setattr(Trace, "open", None)
-    assert summarize((str(recorded),), "", [(0, 29)], ReportOptions(), str(tmp_path / "opened"), None) == [alone]
+    assert summarize((str(recorded),), "", "", [(0, 29)], ReportOptions(), str(tmp_path / "opened"), None) == [alone]
 
 
 def test_a_full_temporary_folder_costs_nothing_but_time(report, monkeypatch):
@@ -316,7 +316,7 @@ def test_summaries_of_other_files_are_not_used(recorded, report, one_by_one, mon
     node = next(recorded.glob("run/node=*.json"))
     os.utime(node, ns=(1, 1))
     report()
-    assert [stretches for _, _, stretches, *_ in asked] == [[(0, 29)], [(30, 59)], [(60, 89)]]
+    assert [stretches for _, _, _, stretches, *_ in asked] == [[(0, 29)], [(30, 59)], [(60, 89)]]
 
 
 def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, report):
@@ -331,11 +331,11 @@ def test_a_summary_that_rankscope_cannot_have_written_is_not_used(recorded, repo
     assert json_form.render(report()) == before
 
 
-def killed(paths, files, asked, *rest):
+def killed(paths, files, of, asked, *rest):
     """Analyze a stretch, unless it is the second: that ends its process."""
     if asked == [(30, 59)]:
         os.kill(os.getpid(), signal.SIGKILL)
-    return summarize(paths, files, asked, *rest)
+    return summarize(paths, files, of, asked, *rest)
 
 
 def test_a_process_that_is_killed_costs_its_stretch(report, one_by_one, monkeypatch):
@@ -347,11 +347,11 @@ def test_a_process_that_is_killed_costs_its_stretch(report, one_by_one, monkeypa
     assert any("killed 2 times" in gap.why and "30-59" in gap.why for gap in said.gaps)
 
 
-def interrupted(paths, files, asked, *rest):
+def interrupted(paths, files, of, asked, *rest):
     """Analyze a stretch, unless it is the third: there the user has had enough."""
     if asked == [(60, 89)]:
         raise KeyboardInterrupt
-    return summarize(paths, files, asked, *rest)
+    return summarize(paths, files, of, asked, *rest)
 
 
 def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, one_by_one, monkeypatch):
@@ -361,3 +361,45 @@ def test_what_was_analyzed_before_ctrl_c_is_kept(recorded, report, one_by_one, m
             report()
     stored = json.loads((recorded / FOLDER / "stretches.json").read_text())["value"]["stretches"]
     assert [(one["first"], one["last"]) for one in stored] == [(0, 29), (30, 59)]
+
+
+@pytest.fixture(scope="module")
+def hours(tmp_path_factory):
+    """200 steps of some 6 s on 16 ranks of 2 nodes, of which rank 2 computes 8 % longer in all."""
+    job = Job(parallel="ddp", ranks=16, steps=200, seed=3, compute_ns=5.4e9)
+    can = healthy_resources(job)
+    can.slowness[:, SLOW] *= 1.08
+    return write(run(job, can), tmp_path_factory.mktemp("hours") / "run")
+
+
+def test_while_a_job_goes_on_a_stretch_is_analyzed_again_only_as_long_as_it_may_change(hours, tmp_path, monkeypatch):
+    """After 14 and 16 minutes: only stretches that ended less than 5 minutes before the first report, and new ones."""
+    grown = as_it_was(hours, tmp_path / "run", 840)
+    rows = memory_budget.bytes_of_rows(Trace.open(grown).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.21)
+    asked = []
+
+    def begun(task, arguments, *_, **__):
+        asked.extend(stretch for one in arguments for stretch in one[3])
+        return nullcontext([task(*one) for one in arguments])
+
+    monkeypatch.setattr(stretches, "begun", begun)
+    diagnose(Trace.open(grown))
+    first = asked.copy()
+    starts = pl.scan_ipc(grown / FOLDER / "steps-*.arrow").group_by("step").agg(pl.col("start_ns").min()).collect()
+    final = starts.filter(pl.col("start_ns") < starts["start_ns"].max() - 300e9)["step"].max()
+    as_it_was(hours, grown, 960)
+    asked.clear()
+    report = diagnose(Trace.open(grown))
+    last_kept = min(asked)[0] - 1
+    assert last_kept in [last for _, last in first]
+    assert last_kept <= final < last_kept + 35  # a stretch has 29 steps, and the last clock exchange was 10 s ago
+    assert [one.ranks for one in report.history.findings] == [(SLOW,)]
+    steps = pl.scan_ipc(grown / FOLDER / "steps-*.arrow").select("rank", "step").collect().sort("rank", "step")
+    assert steps.rows() == [(rank, step) for rank in range(16) for step in range(report.history.count)]
+    file = grown / FOLDER / "stretches.json"
+    kept_of_it = json.loads(file.read_text())
+    kept_of_it["value"]["stretches"] = []
+    file.write_text(json.dumps(kept_of_it))
+    assert json_form.render(diagnose(Trace.open(grown))) == json_form.render(report)
+    assert len(asked) > report.history.stretches

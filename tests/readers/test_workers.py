@@ -162,7 +162,7 @@ def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, clu
     )
     with on_cluster(cluster):
         there = json_form.render(read_run(recorded)[0])
-    assert [stretches for _, _, stretches, *_ in asked] == [[(0, 19)], [(20, 39)], [(40, 59)]]
+    assert [stretches for _, _, _, stretches, *_ in asked] == [[(0, 19)], [(20, 39)], [(40, 59)]]
     assert there == here
 
 
