@@ -7,6 +7,7 @@ as the other except for what queues add. Lost records are missing in stretches, 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -60,10 +61,6 @@ def write(log: Recording, folder: Path) -> Path:
 
     kinds, ops = (dict(zip(known, range(len(known)), strict=True)) for known in (REGION_KINDS, OPS))
     name_ids = dict(zip(names, range(len(names)), strict=True))
-    rows = [r | {"kind": kinds[r["kind"]], "name_id": name_ids[r["name"]]} for r in log.regions]
-    regions = _stacked(rows, "rank", "start_ns", "end_ns", "kind", "name_id", "microbatch", "stage")
-    regions["thread"] = np.zeros(len(regions["rank"]), np.int64)
-    regions = {name: column[np.isfinite(regions["end_ns"])] for name, column in regions.items()}
     calls = _stacked(
         [c | {"op": ops[c["op"]]} for c in log.collectives],
         *("rank", "start_ns", "issued_ns", "end_ns", "group_id", "seq", "op", "is_async", "peer", "size_bytes"),
@@ -74,13 +71,21 @@ def write(log: Recording, folder: Path) -> Path:
     calls |= {"dtype": np.full(size, _FLOAT32), "tag": np.zeros(size, int), "thread": np.zeros(size, int)}
     calls["number"] = np.arange(1, size + 1)
     calls["received_bytes"] = np.ma.masked_invalid(calls["received_bytes"])
-
-    gaps = {rank: [] for rank in ranks}
-    regions, calls = _lose(job, regions, calls, clocks, gaps)
+    losses = _losses(job, float(calls["start_ns"].max()))
+    calls = _without(losses, calls)
     if job.parallel in _UNPROFILED:
         calls = _without_a_profiler(log, folder, clocks, calls)
-    for table, columns in (("regions", regions), ("collectives", calls)):
-        _by_rank(folder, table, _on_nodes_clocks(clocks, columns))
+    _by_rank(folder, "collectives", _on_nodes_clocks(clocks, calls))
+    del calls  # of a large job one table fits, not both
+
+    rows = [r | {"kind": kinds[r["kind"]], "name_id": name_ids[r["name"]]} for r in log.regions]
+    regions = _stacked(rows, "rank", "start_ns", "end_ns", "kind", "name_id", "microbatch", "stage")
+    regions["thread"] = np.zeros(len(regions["rank"]), np.int64)
+    regions = {name: column[np.isfinite(regions["end_ns"])] for name, column in regions.items()}
+    _by_rank(folder, "regions", _on_nodes_clocks(clocks, _without(losses, regions)))
+    gaps = {rank: [] for rank in ranks}
+    for loss in losses:
+        gaps[loss.rank].append(loss.gap(clocks))
     if job.parallel == "ddp-gpu":
         _device_tables(log, folder, clocks, name_ids)
     for rank in ranks:
@@ -107,27 +112,40 @@ def _on_nodes_clocks(clocks: _Clocks, columns: dict[str, np.ndarray]) -> dict[st
     }
 
 
-def _lose(
-    job: Job, regions: dict[str, np.ndarray], calls: dict[str, np.ndarray], clocks: _Clocks, gaps: dict[int, list]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A few ranks lose all records of a stretch of time, as when the ring is overwritten."""
-    if not job.lost:
-        return regions, calls
-    rng = np.random.default_rng([job.seed, 6])
-    last = float(calls["start_ns"].max())
-    keep = {"regions": np.ones(len(regions["rank"]), bool), "collectives": np.ones(len(calls["rank"]), bool)}
-    for rank in rng.choice(job.ranks, max(1, job.ranks // 16), replace=False):
-        begin = float(rng.uniform(0.3, 0.8)) * last
-        until = begin + job.lost * last
-        count = 0
-        for name, columns in (("regions", regions), ("collectives", calls)):
-            gone = (columns["rank"] == rank) & (columns["start_ns"] >= begin) & (columns["start_ns"] < until)
-            keep[name] &= ~gone
-            count += int(gone.sum())
-        edges = clocks.of(int(rank) // GPUS, np.array([begin, until]))
+@dataclass
+class _Loss:
+    """A rank loses all records of a stretch of time, as when the ring is overwritten."""
+
+    rank: int
+    begin_ns: float
+    until_ns: float
+    count: int = 0
+
+    def gap(self, clocks: _Clocks) -> tuple:
+        begin, until = clocks.of(self.rank // GPUS, np.array([self.begin_ns, self.until_ns]))
         why = "records were overwritten before the agent read them"
-        gaps[int(rank)].append((int(edges[0]), int(edges[1]), "*", "agent", count, why))
-    return ({n: c[keep["regions"]] for n, c in regions.items()}, {n: c[keep["collectives"]] for n, c in calls.items()})
+        return int(begin), int(until), "*", "agent", self.count, why
+
+
+def _losses(job: Job, last_ns: float) -> list[_Loss]:
+    """A few ranks lose records."""
+    if not job.lost:
+        return []
+    rng = np.random.default_rng([job.seed, 6])
+    losing = rng.choice(job.ranks, max(1, job.ranks // 16), replace=False)
+    begins = [float(rng.uniform(0.3, 0.8)) * last_ns for _ in losing]
+    return [_Loss(int(rank), begin, begin + job.lost * last_ns) for rank, begin in zip(losing, begins, strict=True)]
+
+
+def _without(losses: list[_Loss], columns: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The rows that are left, the others counted."""
+    keep = np.ones(len(columns["rank"]), bool)
+    for loss in losses:
+        at = columns["start_ns"]
+        gone = (columns["rank"] == loss.rank) & (at >= loss.begin_ns) & (at < loss.until_ns)
+        keep &= ~gone
+        loss.count += int(gone.sum())
+    return {name: column[keep] for name, column in columns.items()} if losses else columns
 
 
 def _by_rank(folder: Path, table: str, columns: dict[str, np.ndarray]) -> None:
