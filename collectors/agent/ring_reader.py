@@ -79,9 +79,10 @@ class Ring:
         if os.fstat(fd).st_size != RING_SLOTS * RECORD.size:
             raise ValueError("the ring has another size")
         self._map = mmap.mmap(fd, RING_SLOTS * RECORD.size, mmap.MAP_SHARED, mmap.PROT_READ)
-        self._slots = np.frombuffer(self._map, RECORD_DTYPE)
-        self._numbers = self._slots["number"]
-        self._checks = self._slots["check"]
+        slots = np.frombuffer(self._map, RECORD_DTYPE)
+        self._numbers = slots["number"]
+        self._checks = slots["check"]
+        self._slots = slots.view(f"V{RECORD.size}")  # numpy would copy records with fields one field after the other
         self._next = 1
         self._hole: tuple[int, int] | None = None  # number, since when
         self.overwritten = 0
@@ -112,11 +113,14 @@ class Ring:
         start = self._next & _MASK
         if self._numbers[start] != self._next:
             return _EMPTY
-        copy = self._slots[start : start + _CHUNK].copy()
-        expected = np.arange(self._next, self._next + len(copy), dtype=np.uint64)
-        count = _leading((copy["number"] == expected) & (copy["check"] == expected))
-        # The first number is written first: if it is unchanged, the whole copy is of that record.
-        count = _leading(self._numbers[start : start + count] == expected[:count])
+        # The check is written last: where it is there before the copy, the record was complete. The number is written
+        # first: where it is there after the copy, nothing was written over it, but for what the copy itself shows.
+        checks = self._checks[start : start + _CHUNK]
+        expected = np.arange(self._next, self._next + len(checks), dtype=np.uint64)
+        count = _leading(checks == expected)
+        copy = self._slots[start : start + count].copy().view(RECORD_DTYPE)
+        is_whole = (copy["number"] == expected[:count]) & (copy["check"] == expected[:count])
+        count = _leading(is_whole & (self._numbers[start : start + count] == expected[:count]))
         self._next += count
         whole: Records = copy[:count]
         return whole

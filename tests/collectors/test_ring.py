@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import struct
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from rankscope.collectors.agent import ring_reader
+from rankscope.collectors.agent.ring_reader import RECORD_DTYPE
 from rankscope.collectors.in_rank import ring_writer
-from rankscope.collectors.schema import RecordType
+from rankscope.collectors.schema import RECORD, RECORD_FIELDS, RING_SLOTS, RecordType
 
 
 def read_back(write):
@@ -82,3 +87,32 @@ def test_every_type_of_record_becomes_rows_of_a_table(record_type):
     record = np.array([(1, record_type, *[0] * 8, 1)], ring_reader.RECORD_DTYPE)
     tables = ring_reader.columns_by_table(record, ring_reader.Threads(1))
     assert {len(column) for columns in tables.values() for column in columns.values()} == {1}
+
+
+def write_slowly(ring, seconds):
+    """Write records whose values are their number, one value after the other: the number first and the check last."""
+    places = {name: RECORD_DTYPE.fields[name][1] for name in RECORD_FIELDS if name not in ("a", "b", "c")}
+    ends = time.monotonic() + seconds
+    following = itertools.count(1)
+    while time.monotonic() < ends:
+        for number in itertools.islice(following, 200):
+            at = number % RING_SLOTS * RECORD.size
+            for name, place in places.items():
+                kind, value = ("<B", number % 100) if name == "type" else ("<Q", number)
+                struct.pack_into(kind, ring._memory, at + place, value)
+
+
+def test_a_record_that_is_being_written_is_not_taken():
+    ring = ring_writer.Ring()
+    reader = ring_reader.Ring(ring.fd)
+    writing = multiprocessing.get_context("fork").Process(target=write_slowly, args=(ring, 2.0))
+    writing.start()
+    taken = 0
+    while writing.is_alive():
+        records = reader.read(time.perf_counter_ns())
+        number = records["number"].astype(np.int64)
+        taken += len(records)
+        assert (records["type"] == number % 100).all()
+        assert (records["q0"] == number).all()
+        assert (records["q4"] == number).all()
+    assert taken > 100_000
