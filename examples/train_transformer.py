@@ -225,6 +225,7 @@ def main() -> None:
     try:
         train(args)
     finally:
+        time.sleep(0.05)  # a thread of gloo that waits for Python's lock when the interpreter ends aborts the process
         dist.destroy_process_group()
 
 
