@@ -29,7 +29,7 @@ from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
-from rankscope.analysis.runs.step_range import FEWEST, Stretch, final_steps
+from rankscope.analysis.runs.step_range import FEWEST, final_steps
 from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
@@ -79,11 +79,12 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
     step_bytes = all_bytes / steps
     most = max(FEWEST, int(min(_BYTES / all_bytes, readable_share(folder)) * steps))
     options = options or ReportOptions()
-    before = _Kept(trace, options)
-    number = stretch.first - stretch.kept
+    before, held = _Kept(trace, options), (stretch.first, stretch.last)
+    begin = max([stretch.kept, *(last + 1 for _, last in before.evicted)])
+    number = stretch.first - begin
     evenly = -(-number // max(-(-number // most), 1))
     length = before.length if most * _AS_LONG <= before.length <= most / _AS_LONG else evenly
-    cuts, held = _cuts(stretch, phases, length), (stretch.first, stretch.last)
+    cuts = [*before.evicted, *_cuts(range(begin, stretch.first), phases, length)]
     with _begun(trace, before, length, cuts, step_bytes, options) as found:
 
         def over_all(report: Report, timeline: Timeline) -> OverAll:
@@ -98,11 +99,10 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
 
 def steps_of(trace: Trace, options: ReportOptions) -> StepSummaries | None:
     """Return the steps of all stretches of a long run that are kept in its folder."""
-    is_long = trace.stretch is not None and not trace.stretch.asked
-    if not is_long:
+    if trace.stretch is None or trace.stretch.asked:
         return None
-    kept_of_it = _Kept(trace, options)
-    return kept_steps(kept_of_it.run, kept_of_it.of)
+    place = _Kept(trace, options)
+    return kept_steps(place.run, place.of)
 
 
 def summarize(
@@ -153,10 +153,11 @@ def _opened(paths: tuple[str, ...], files: str, opened: str) -> Trace:  # noqa: 
 
 
 class _Kept:
-    """What is kept in a run's folder of its stretches, as far as it still holds.
+    """What is kept in a run's folder of its stretches, as far as it still holds: `known`, by first and last step.
 
-    While the job goes on, which adds files, that is a stretch of which all is written that can change it; and where
-    nothing was written since, each.
+    Of a job that has ended that is what was made of its files as they are. While it goes on, which adds files, it is a
+    stretch of which all is written that can change it; and where nothing was written since, each. In `evicted` are
+    those of which agents have removed records since: they cannot be analyzed again.
     """
 
     def __init__(self, trace: Trace, options: ReportOptions) -> None:
@@ -164,28 +165,34 @@ class _Kept:
         self.run = Path(where.folders[0])
         self.files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
         began = [(node, launch.get("start_ns")) for node, launch in sorted(trace.run.items())]
-        of = self.files if trace.has_ended else str(began)
-        self.of = made_of(of, [where.world, options.flops_per_step, options.peak_tflops])
+        self.of = made_of(str(began), [where.world, options.flops_per_step, options.peak_tflops])
         held = kept(self.run, _NAME, self.of, StretchSummaries) or StretchSummaries(0, [])
-        self.length, self._stretches = held.length, held.stretches
+        self.length = held.length
         stretch, folder = trace.stretch, trace.reader.folder
         assert stretch
         assert folder
         self._begin_ns = stretch.counted["start_ns"].to_list()
-        self._final = len(self._begin_ns) if trace.has_ended else final_steps(folder, stretch.counted)
+        self._final = 0 if trace.has_ended else final_steps(folder, stretch.counted)
 
-    def known(self) -> dict[tuple[int, int], StretchSummary]:
-        """Return the summaries that still hold, by their first and last step."""
-        return {
+        def is_evicted(one: StretchSummary) -> bool:
+            return one.first < stretch.kept and one.last < stretch.first
+
+        self.known = {
             (one.first, one.last): one
-            for one in self._stretches
-            if one.files in ("", self.files) and [one.begin_ns] == self._begin_ns[one.first : one.first + 1]
+            for one in held.stretches
+            if [one.begin_ns] == self._begin_ns[one.first : one.first + 1]
+            and (one.files == self.files or (not one.files and (one.last < self._final or is_evicted(one))))
         }
+        self.evicted = sorted(steps for steps, one in self.known.items() if not one.files and is_evicted(one))
 
     def keep(self, length: int, summaries: Sequence[StretchSummary]) -> None:
         """Keep these for the next time."""
         marked = [
-            replace(one, begin_ns=self._begin_ns[one.first], files="" if one.last < self._final else self.files)
+            replace(
+                one,
+                begin_ns=self._begin_ns[one.first],
+                files="" if one.last < self._final or (one.first, one.last) in self.evicted else self.files,
+            )
             for one in summaries
         ]
         keep(self.run, _NAME, self.of, StretchSummaries(length, marked))
@@ -219,14 +226,14 @@ def _summary(
     )
 
 
-def _cuts(stretch: Stretch, phases: Sequence[Span], length: int) -> list[tuple[int, int]]:
-    """First and last steps of stretches, which together are all before those that were read, as far as they are kept.
+def _cuts(steps: range, phases: Sequence[Span], length: int) -> list[tuple[int, int]]:
+    """First and last steps of stretches, which together are these steps.
 
     No stretch is longer than `length`, nor crosses the edge of a phase; those too short for a report join the one
     before. Else they are cut at multiples of the length, so that a run that grows has new ones at its end only.
     """
-    edges = {stretch.kept, stretch.first, *(edge for phase in phases for edge in (phase.first, phase.last + 1))}
-    inside = sorted(edge for edge in edges if stretch.kept <= edge <= stretch.first)
+    edges = {steps.start, steps.stop, *(edge for phase in phases for edge in (phase.first, phase.last + 1))}
+    inside = sorted(edge for edge in edges if steps.start <= edge <= steps.stop)
     found: list[tuple[int, int]] = []
     for begin, end in pairwise(inside):
         if found and end - begin < FEWEST:
@@ -303,7 +310,7 @@ def _begun(
     last_steps = trace.stretch.first, trace.stretch.last
     beside = round(step_bytes * (last_steps[1] + 1 - last_steps[0]))
     paths = tuple(os.path.abspath(local_path(path)) for path in trace.paths)  # other processes may work elsewhere
-    known = before.known()
+    known = dict(before.known)
     wanted = [cut for cut in cuts if cut not in known]
     with ExitStack() as stack:
         scratch = stack.enter_context(_scratch(trace)) if wanted else ""

@@ -238,8 +238,9 @@ class RunFinding:
 class History:
     """All steps of a run of which only `read` are in the tables: lengths on one rank, by spans of as many steps each.
 
-    Of steps before `kept` nothing else is left. The others were analyzed in stretches, `analyzed` steps in all those
-    in the tables included, where they were; `findings` are root causes over all of them, the costliest first.
+    Of steps before `kept` no record is left. The others, and those that had been analyzed before, were analyzed in
+    stretches, `analyzed` steps in all, those in the tables included; `findings` are root causes over all of them, the
+    costliest first.
     """
 
     rank: int

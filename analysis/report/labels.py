@@ -116,6 +116,8 @@ _ENGLISH: dict[str, str] = {
     "look.nothing": "nothing",
     "look.lengths": "only the lengths of such are left",
     "history.kept": "Of steps before {0} only the length is left: older records were evicted (rankscope run --keep)",
+    "history.evicted": "Records of steps before {0} were evicted (rankscope run --keep); {1} of these steps had been "
+    "analyzed before",
     "history.chart": "Line: median length of {0} steps each on rank {1}, all steps of the run.",
     "history.first": "step 0",
     "history.last": "step {0}",

@@ -183,7 +183,10 @@ def history_lines(report: Report) -> list[str]:
             most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
             lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
     lines += [_looked(look, read) for look in history.looks]
-    if history.kept:
+    known_before = history.analyzed - (history.count - history.kept)
+    if history.kept and known_before > 0:
+        lines.append(say("history.evicted", history.kept, known_before))
+    elif history.kept:
         lines.append(say("history.kept", history.kept))
     return lines
 

@@ -403,3 +403,40 @@ def test_while_a_job_goes_on_a_stretch_is_analyzed_again_only_as_long_as_it_may_
     file.write_text(json.dumps(kept_of_it))
     assert json_form.render(diagnose(Trace.open(grown))) == json_form.render(report)
     assert len(asked) > report.history.stretches
+
+
+def evicted(run, seconds):
+    """Let each node's agent have removed what is older."""
+    for file in (run / "run").glob("node=*.json"):
+        launch = json.loads(file.read_text())
+        file.write_text(
+            json.dumps(launch | {"kept_since_ns": int(launch["start_ns"] + seconds * 1e9), "keep_bytes": 1})
+        )
+
+
+def test_what_was_found_in_records_that_are_evicted_since_stays(hours, tmp_path, monkeypatch):
+    """A report after 14 minutes, and one after the job, when those of the first 7 minutes are gone."""
+    grown = as_it_was(hours, tmp_path / "run", 840)
+    rows = memory_budget.bytes_of_rows(Trace.open(grown).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.21)
+    diagnose(Trace.open(grown))
+    stored = json.loads((grown / FOLDER / "stretches.json").read_text())["value"]["stretches"]
+    gone = [(one["first"], one["last"]) for one in stored if not one["files"]]
+    assert gone == [(0, 28), (29, 57)]
+    for file in (*hours.glob("*/*/*.arrow"), *hours.glob("run/*.json")):
+        (grown / file.relative_to(hours)).parent.mkdir(parents=True, exist_ok=True)
+        (grown / file.relative_to(hours)).write_bytes(file.read_bytes())
+    for kept_since_s in (420, 720):
+        evicted(grown, kept_since_s)
+        report = diagnose(Trace.open(grown))
+        history = report.history
+        assert history.kept > 58
+        there = pl.scan_ipc(grown / FOLDER / "steps-*.arrow").select("step").unique().collect()["step"].sort().to_list()
+        lost = list(range(58, history.kept))
+        assert there == [step for step in range(200) if step not in lost]
+        assert history.analyzed == len(there)
+        (found,) = history.findings
+        assert (found.ranks, found.steps) == ((SLOW,), (0, 199))
+        said = " ".join(terminal.render(report, width=400).split())
+        of_them = history.kept - len(lost)
+        assert f"Records of steps before {history.kept} were evicted (rankscope run --keep); {of_them} of these" in said
