@@ -246,7 +246,7 @@ def test_on_a_full_disk_older_records_are_still_evicted(tmp_path, monkeypatch):
         out = disk / "run"
         out.mkdir()
         options = {"hz": 1.0, "until_stdin_closes": False, "launch": {}}
-        running = loop.Agent(bind("test-full"), loop.Options(out=out, keep_bytes=200_000, **options))
+        running = loop.Agent(bind(f"test-full-{os.getpid()}"), loop.Options(out=out, keep_bytes=200_000, **options))
         running._begin(0)
         partition = Partition(running._run, "rank=00000", "a0-")
         running._retention.watch(partition)
