@@ -53,6 +53,7 @@ class Grid:
     values: Floats
     low: float
     high: float
+    cut: int = 0  # steps before it are left out, since they are too many; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,9 @@ def grid(timeline: Timeline, quantity: str, of_stretches: StepSummaries | None =
     here = step_summaries(timeline)
     cells = [here.select(_ALWAYS + columns)]
     most, first = _MOST_CELLS // max(here["rank"].n_unique(), 1), here["step"].min()
+    cut = 0
     if of_stretches and isinstance(first, int):
+        cut = first - most if first - most > min(of_stretches.files)[0] else 0
         before = of_stretches.read(*_ALWAYS, *columns, since=first - most)
         cells.append(before.filter(pl.col("step") < first))
     rows = pl.concat(cells).with_columns(value.alias("value")).drop_nulls("value")
@@ -102,7 +105,7 @@ def grid(timeline: Timeline, quantity: str, of_stretches: StepSummaries | None =
         typical = values[:, np.isin(steps, judged["step"].unique().to_numpy())]
         low, high = (float(v) for v in np.nanpercentile(typical, (1, 99)))
         high = max(high, low + _LEAST_RANGE * float(np.median(judged["step_ns"].to_numpy())), low + 1)
-    return Grid(quantity, ranks, steps, values, low, high)
+    return Grid(quantity, ranks, steps, values, low, high, cut)
 
 
 def rank_order(found: Grid, groups: Sequence[Sequence[int]] | None) -> NDArray[np.intp]:

@@ -107,6 +107,8 @@ def _raster(run: Run, quantity: str, order: str) -> Children:
     how = text("Point for the value; click to open the moment in the timeline; drag to look closer.")
     stretch = run.trace.stretch
     only = stretch.said if stretch and not stretch.asked and not run.steps else ""
+    if found.cut:
+        only = text("Steps before {step} are too many to be shown here.", step=found.cut)
     return [
         quiet(text("{quantity}. {how}", quantity=meaning, how=how)),
         quiet(only) if only else None,

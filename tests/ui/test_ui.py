@@ -483,6 +483,13 @@ def test_the_heat_map_has_every_step_of_a_run_that_is_too_long_to_be_held(tmp_pa
     about = json.loads(shown(row=2, column=25).data)
     assert about["text"].startswith("rank 2 on node 0, step 25\nown work: 13")
     assert about["text"].endswith(f"rankscope ui {run}/steps=5-45")
+    monkeypatch.setattr(rank_step_heatmap, "_MOST_CELLS", 4 * 50)
+    state = State([run])
+    state._read("", "")
+    assert rank_step_heatmap.grid(state.ready("").timeline, "own", state.ready("").steps).steps[0] == 40
+    assert "Steps before 40 are too many" in str(_show(state, "/ranks", "", None)[0])
+    monkeypatch.undo()
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
     file = next(file for file in (run / "summary").glob("steps-*") if not re.search("-0-|-119", file.name))
     first, last = map(int, file.stem.split("-")[1:])
     file.write_bytes(file.read_bytes()[:-100])
