@@ -1,7 +1,7 @@
 """Every step of every rank of a long run: its length and its parts, kept in the run's folder as Arrow files.
 
-`RUN/summary/steps-FIRST-LAST.arrow` has the steps of one stretch (`docs/tables.md`). Like all below `summary/` it is
-used for the files and by the code that it was made of, and may be deleted.
+`RUN/summary/steps-FIRST-LAST.arrow` has the steps of one stretch (`docs/tables.md`). It is used for the run and
+by the code that it was made of, and may be deleted.
 """
 
 from __future__ import annotations

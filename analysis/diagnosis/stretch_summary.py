@@ -32,8 +32,8 @@ class StretchSummary:
     """Steps `first` to `last` of a run: the mean of those analyzed, its parts (over ranks), and root causes.
 
     `errors` are 95 % half widths of the parts, ns; empty with too few steps. Where nothing was analyzed, `why` says so.
-    One that is kept of a job that goes on has `begin_ns`, when its first step began on the counted rank; and, where its
-    records may still change, the fingerprint of the `files` that it was made of.
+    One that is kept has `begin_ns`, when its first step began on the counted rank, and the fingerprint of the `files`
+    that it was made of; none where these could not change it any more, although the job went on.
     """
 
     first: _Count

@@ -23,7 +23,7 @@ from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.diagnosis.summary import mean_step
-from rankscope.analysis.model.address import address_of
+from rankscope.analysis.model.address import Address, address_of
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
@@ -90,7 +90,7 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
         def over_all(report: Report, timeline: Timeline) -> OverAll:
             keep_steps(before.run, before.of, held, timeline)
             last, summaries = _summary(*held, report, timeline, mean_parts(report.breakdown)), found()
-            remove_other_steps(before.run, {held, *cuts})
+            remove_other_steps(before.run, {held, *((one.first, one.last) for one in summaries if not one.why)})
             report = over_the_run(report, stretch, phases, last, summaries)
             return OverAll(report, not any(one.why for one in summaries), kept_steps(before.run, before.of))
 
@@ -99,10 +99,8 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
 
 def steps_of(trace: Trace, options: ReportOptions) -> StepSummaries | None:
     """Return the steps of all stretches of a long run that are kept in its folder."""
-    if trace.stretch is None or trace.stretch.asked:
-        return None
-    place = _Kept(trace, options)
-    return kept_steps(place.run, place.of)
+    is_long = trace.stretch is not None and not trace.stretch.asked
+    return kept_steps(*_kept_in(trace, options)) if is_long else None
 
 
 def summarize(
@@ -152,6 +150,18 @@ def _opened(paths: tuple[str, ...], files: str, opened: str) -> Trace:  # noqa: 
     return Trace.from_file(Path(opened)) if opened and Path(opened).exists() else Trace.open(paths)
 
 
+def _address(trace: Trace) -> Address:
+    return address_of([os.path.abspath(local_path(path)) for path in trace.paths])
+
+
+def _kept_in(trace: Trace, options: ReportOptions) -> tuple[Path, str]:
+    """Return the folder in which results on the run's stretches are kept, and what they are made of: run and code."""
+    where = _address(trace)
+    began = [(node, launch.get("start_ns")) for node, launch in sorted(trace.run.items())]
+    of = made_of(str(began), [where.world, options.flops_per_step, options.peak_tflops])
+    return Path(where.folders[0]), of
+
+
 class _Kept:
     """What is kept in a run's folder of its stretches, as far as it still holds: `known`, by first and last step.
 
@@ -161,11 +171,8 @@ class _Kept:
     """
 
     def __init__(self, trace: Trace, options: ReportOptions) -> None:
-        where = address_of([os.path.abspath(local_path(path)) for path in trace.paths])
-        self.run = Path(where.folders[0])
-        self.files = " ".join(files_fingerprint(Path(one)) for one in where.folders)
-        began = [(node, launch.get("start_ns")) for node, launch in sorted(trace.run.items())]
-        self.of = made_of(str(began), [where.world, options.flops_per_step, options.peak_tflops])
+        self.run, self.of = _kept_in(trace, options)
+        self.files = " ".join(files_fingerprint(Path(one)) for one in _address(trace).folders)
         held = kept(self.run, _NAME, self.of, StretchSummaries) or StretchSummaries(0, [])
         self.length = held.length
         stretch, folder = trace.stretch, trace.reader.folder

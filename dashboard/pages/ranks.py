@@ -177,8 +177,8 @@ def _about(run: Run, found: Grid, rank: int, step: int, value: float) -> Respons
     if len(span):
         lines += [text("not analyzed: {aside}", aside=aside) for aside in span["aside"].drop_nulls()]
         href = address("timeline", run.key, t0=span["start_ns"][0], t1=span["end_ns"][0], rank=rank)
-    elif not math.isnan(value):
-        steps = f"{max(step - _AROUND, 0)}-{step + _AROUND}"
+    elif not math.isnan(value) and run.trace.stretch and step >= run.trace.stretch.kept:  # records of others are gone
+        steps = f"{max(step - _AROUND, run.trace.stretch.kept)}-{step + _AROUND}"
         lines.append(text("its timeline: rankscope ui {run}/steps={steps}", run=run.trace.path, steps=steps))
     return Response(json.dumps({"text": "\n".join(spoken(lines)), "href": href}), mimetype="application/json")
 

@@ -347,6 +347,17 @@ def test_a_process_that_is_killed_costs_its_stretch(report, one_by_one, monkeypa
     assert any("killed 2 times" in gap.why and "30-59" in gap.why for gap in said.gaps)
 
 
+def test_a_stretch_that_could_not_be_analyzed_leaves_no_steps_of_before(recorded, report, one_by_one, monkeypatch):
+    report()
+    node = next(recorded.glob("run/node=*.json"))
+    os.utime(node, ns=(2, 2))  # so that all is analyzed again
+    monkeypatch.setattr(workers, "_WORTH_S", 0.0)
+    monkeypatch.setattr(stretches, "summarize", killed)
+    report()
+    steps = pl.scan_ipc(recorded / FOLDER / "steps-*.arrow").select("step").unique().collect()["step"].sort().to_list()
+    assert steps == [step for step in range(STEPS) if not 30 <= step <= 59]
+
+
 def interrupted(paths, files, of, asked, *rest):
     """Analyze a stretch, unless it is the third: there the user has had enough."""
     if asked == [(60, 89)]:
