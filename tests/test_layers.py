@@ -17,7 +17,7 @@ from support.paths import ROOT
 FLOORS = (
     *("errors", "collectors"),
     *("analysis.text", "analysis.model", "analysis.readers", "analysis.timeline", "analysis.runs", "analysis.metrics"),
-    *("analysis.replay", "analysis.detectors", "analysis.compare", "analysis.diagnosis"),
+    *("analysis.replay", "analysis.detectors", "analysis.diagnosis", "analysis.compare"),
     "analysis.report",
     *("dashboard", "profiler"),
 )
@@ -44,7 +44,7 @@ MANY_PARAMETERS = {"collectors.in_rank.ring_writer.write"}  # of every record: f
 # Imports inside functions: what is heavy, or need not be installed. Commands import all that is heavy so.
 HEAVY = {"asyncio", "babel", "distributed", "polars", "pyarrow", "rich", "typer"}
 IMPORTED_LATE = {
-    "analysis.diagnosis.kept_report": {"rankscope.analysis.diagnosis.diagnose.new_report"},  # all of the analysis
+    "analysis.diagnosis.kept_report": {"rankscope.analysis.diagnosis.diagnose.read_run"},  # all of the analysis
     "collectors.agent.node_sampler": {"rankscope.collectors.node.gpu"},  # without NVML the others still work
     "collectors.in_rank.boot": {"rankscope.collectors.in_rank.session"},  # of all that import torch few are ranks
     "profiler.main": {"rankscope.profiler.options.with_json_path"},  # `rankscope run` needs no typer

@@ -35,18 +35,18 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     With a comparison, whose B is the run: findings that A has too, at no less, do not count; a mean step that is longer
     by more than the share `slower` does. Where the error of that change leaves open which, it was not seen.
     """
-    known = [change for change in against.findings if _no_worse(change)] if against else []
+    no_worse = [change.b for change in against.findings if change.b and _no_worse(change)] if against else []
+    known = {_cause(finding) for finding in no_worse}
     roots = [finding for finding in report.findings if finding.caused_by is None]
     counted_severities = _SEVERITIES[_SEVERITIES.index(severity) :]
     counting = [finding for finding in roots if finding.severity in counted_severities]
-    failures: list[str] = [
-        _sentence(finding) for finding in counting if not any(change.b == finding for change in known)
-    ]
+    failures: list[str] = [_sentence(finding) for finding in counting if _cause(finding) not in known]
     elsewhere: list[tuple[Text, Found | RunFinding]] = [
         (_phase(look.phase.first, look.phase.last), found) for look in looks_of(report) for found in look.findings
     ]
     said = {found.title for _, found in elsewhere}
     elsewhere += [(_phase(*one.steps), one) for one in over_the_run(report) if one.title not in said]
+    elsewhere = [(phase, found) for phase, found in elsewhere if _cause(found) not in known]
     failures += [_sentence_of(*one) for one in elsewhere if one[1].severity in counted_severities]
     unseen = [*_unseen(report), *_outliers(report, slower, against)]
     bounded = False
@@ -61,6 +61,11 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     if not (failures or bounded):
         unseen += _hidden(report)
     return Gate(failures=tuple(failures), unseen=tuple(unseen))
+
+
+def _cause(finding: Finding | Found | RunFinding) -> tuple[object, ...]:
+    """Return what is found, and where: of a long run it costs something else in the last steps than in all."""
+    return finding.detector, finding.ranks, finding.nodes, finding.groups
 
 
 def _no_worse(change: FindingChange) -> bool:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.compare.two_runs import in_order, mean_parts, step_error
-from rankscope.analysis.model.finding import Report
+from rankscope.analysis.compare.compared_run import ComparedRun
+from rankscope.analysis.model.parts import in_order
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, rounded
@@ -75,47 +75,43 @@ class Scaling:
     notes: tuple[str, ...]
 
 
-def scaling(runs: Sequence[tuple[Report, Timeline]], kind: str = "") -> Scaling:
+def scaling(runs: Sequence[ComparedRun], kind: str = "") -> Scaling:
     """Compare runs with the one on fewest ranks. `kind` is inferred from what a rank computes, unless given.
 
     Efficiency is throughput over what linear scaling of the base would give. Raises `NotComparable`.
     """
-    for report, _ in runs:
-        if not report.steps.count:
-            raise NotComparable(f"{report.path} has no analyzed step")
-    runs = sorted(runs, key=lambda run: len(run[0].ranks))
-    reports = [report for report, _ in runs]
-    counts = sorted({len(report.ranks) for report in reports})
+    for run in runs:
+        if not run.steps.count:
+            raise NotComparable(f"{run.report.path} has no analyzed step")
+    runs = sorted(runs, key=lambda run: len(run.report.ranks))
+    counts = sorted({len(run.report.ranks) for run in runs})
     if len(counts) < 2:
         raise NotComparable(f"all runs have {counted(counts[0], 'rank')}; give runs with different numbers of ranks")
     notes = list(_what_differs(runs))
-    kind, why = (kind, text("as given")) if kind else _kind(reports)
-    same_clock = len({timeline.kernels.is_empty() for _, timeline in runs}) == 1
-    parts = [mean_parts(report.breakdown) for report in reports] if same_clock else []
+    kind, why = (kind, text("as given")) if kind else _kind(runs)
+    same_clock = len({run.timeline.kernels.is_empty() for run in runs}) == 1
+    parts = [run.steps.parts for run in runs] if same_clock else []
     if not all(parts) or not parts:
         parts = []
         notes.append(text("the steps of these runs are not cut into the same parts, so which part grew is unknown"))
     points = tuple(
-        _point(report, reports[0], parts[i] if parts else {}, parts[0] if parts else {}, kind)
-        for i, report in enumerate(reports)
+        _point(run, runs[0], parts[i] if parts else {}, parts[0] if parts else {}, kind) for i, run in enumerate(runs)
     )
     law, no_law = _law(points, kind)
     return Scaling(kind=kind, why=why, points=points, law=law, no_law=no_law, notes=tuple(notes))
 
 
-def _kind(reports: Sequence[Report]) -> tuple[str, str]:
+def _kind(runs: Sequence[ComparedRun]) -> tuple[str, str]:
     """Return weak or strong, by what the median rank computes, and the evidence."""
-    work = [_work(report) for report in reports]
+    work = [_work(run) for run in runs]
     if not all(work):
         raise NotComparable("what a rank computes is unknown for some runs: say --weak or --strong")
     said = joined(
         ", ",
-        (
-            text("{time} on {n}", time=duration(ns), n=len(report.ranks))
-            for ns, report in zip(work, reports, strict=True)
-        ),
+        (text("{time} on {n}", time=duration(ns), n=len(run.report.ranks)) for ns, run in zip(work, runs, strict=True)),
     )
-    ratios = [(len(r.ranks) / len(reports[0].ranks), ns / work[0]) for ns, r in zip(work, reports, strict=True)]
+    fewest = len(runs[0].report.ranks)
+    ratios = [(len(run.report.ranks) / fewest, ns / work[0]) for ns, run in zip(work, runs, strict=True)]
     off = {
         "weak": max(abs(math.log(ratio)) for _, ratio in ratios),
         "strong": max(abs(math.log(ratio * n)) for n, ratio in ratios),
@@ -129,22 +125,22 @@ def _kind(reports: Sequence[Report]) -> tuple[str, str]:
     return kind, text("a rank computes {said} ranks", said=said)
 
 
-def _work(report: Report) -> float:
-    by_rank: dict[int, int] = {}
-    for part in report.breakdown:
-        if part.part in _WORK:
-            by_rank[part.rank] = by_rank.get(part.rank, 0) + part.ns_per_step
-    return statistics.median(by_rank.values()) if by_rank else 0.0
+def _work(run: ComparedRun) -> float:
+    of_ranks = [sum(of.get(part, 0) for part in _WORK) for of in run.steps.by_rank.values()]
+    return statistics.median(of_ranks) if of_ranks else 0.0
 
 
-def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
-    """Yield notes on limited comparability: other devices, other amounts of communication, ranks not recorded."""
-    devices = {tuple(timeline.ranks["device"].unique().sort().to_list()) for _, timeline in runs}
+def _what_differs(runs: Sequence[ComparedRun]) -> Iterator[str]:
+    """Yield notes on limited comparability: steps left out, other devices, other communication, ranks not recorded."""
+    for run in runs:
+        if run.said:
+            yield text("{name}: {said}", name=run.report.path, said=run.said)
+    devices = {tuple(run.timeline.ranks["device"].unique().sort().to_list()) for run in runs}
     if len(devices) > 1:
         yield text(
             "not on the same devices: {devices}", devices=" / ".join(", ".join(names) for names in sorted(devices))
         )
-    for report, _ in runs:
+    for report in (run.report for run in runs):
         if report.world_size not in (None, len(report.ranks)):
             yield text(
                 "{run}: {seen} of {all} ranks were recorded; these are counted",
@@ -152,12 +148,12 @@ def _what_differs(runs: Sequence[tuple[Report, Timeline]]) -> Iterator[str]:
                 seen=len(report.ranks),
                 all=report.world_size,
             )
-    sizes = [_largest_bytes(timeline) for _, timeline in runs]
+    sizes = [_largest_bytes(run.timeline) for run in runs]
     known = [size for size in sizes if size]
     if len(known) == len(runs) and max(known) > _SAME_BYTES * min(known):
         sizes_said = (
-            text("{size} MB on {n}", size=f"{size / 1e6:.3g}", n=len(report.ranks))
-            for size, (report, _) in zip(known, runs, strict=True)
+            text("{size} MB on {n}", size=f"{size / 1e6:.3g}", n=len(run.report.ranks))
+            for size, run in zip(known, runs, strict=True)
         )
         yield text(
             "a rank's collectives carry {said} ranks per step: another model, or split differently",
@@ -175,24 +171,24 @@ def _largest_bytes(timeline: Timeline) -> float | None:
     return float(np.median(of_ranks.to_numpy())) / judged["step"].n_unique()
 
 
-def _point(report: Report, base: Report, parts: dict[str, int], of_base: dict[str, int], kind: str) -> Point:
-    ranks, fewest = len(report.ranks), len(base.ranks)
+def _point(run: ComparedRun, base: ComparedRun, parts: dict[str, int], of_base: dict[str, int], kind: str) -> Point:
+    ranks, fewest = len(run.report.ranks), len(base.report.ranks)
     times, among = (1, 1) if kind == "weak" else (fewest, ranks)  # linear: the base's step, or its share of it
     names = in_order(parts, of_base)
     linear = rounded([of_base.get(name, 0) * times for name in names], among)
     lost = {name: parts.get(name, 0) - ns for name, ns in zip(names, linear, strict=True)}
-    base_ns, step_ns = base.steps.mean_ns or 0, report.steps.mean_ns or 0
+    base_ns, step_ns = base.steps.mean_ns, run.steps.mean_ns
     if parts:
         base_ns, step_ns = sum(of_base.values()), sum(parts.values())
     linear_ns = sum(linear) if parts else round(base_ns * times / among)
     efficiency = base_ns * times / among / step_ns
-    error, base_error = step_error(report), step_error(base)
-    known = error is not None and base_error is not None and report is not base
+    error, base_error = run.steps.error_ns, base.steps.error_ns
+    known = error is not None and base_error is not None and run is not base
     return Point(
-        path=report.path,
+        path=run.report.path,
         ranks=ranks,
-        nodes=len(report.nodes),
-        steps=report.steps.count,
+        nodes=len(run.report.nodes),
+        steps=run.steps.count,
         step_ns=step_ns,
         error_ns=error,
         linear_ns=linear_ns,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.compare.two_runs import error_of_change, in_order, part_errors, work_per_step
-from rankscope.analysis.metrics.step_matrix import estimate
+from rankscope.analysis.compare.two_runs import work_per_step
+from rankscope.analysis.metrics.step_matrix import error_of_change, estimate, part_errors
 from rankscope.analysis.model.comparison import PartChange, StepChange
 from rankscope.analysis.model.finding import Report
-from rankscope.analysis.model.parts import MAYBE_BLOCKED
+from rankscope.analysis.model.parts import MAYBE_BLOCKED, in_order
 from rankscope.analysis.model.pipeline_ops import COMPUTES, OPTIMIZER
 from rankscope.analysis.text.phrases import place_in_code
 from rankscope.analysis.timeline.build import Timeline

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.metrics.judged import in_judged_steps
-from rankscope.analysis.metrics.step_matrix import estimate, step_grid
-from rankscope.analysis.model import digest
+from rankscope.analysis.compare.compared_run import ComparedRun
+from rankscope.analysis.metrics.step_matrix import error_of_change
 from rankscope.analysis.model.comparison import (
     Comparison,
     FindingChange,
@@ -20,8 +19,8 @@ from rankscope.analysis.model.comparison import (
     RunSide,
     StepChange,
 )
-from rankscope.analysis.model.finding import Finding, Part, Report
-from rankscope.analysis.model.parts import MAYBE_BLOCKED, PART_ORDER
+from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.model.parts import MAYBE_BLOCKED, in_order
 from rankscope.analysis.text.message import Text, text
 from rankscope.analysis.text.phrases import NO_ROLES, counted
 from rankscope.analysis.text.units import duration, duration_with_error, percent, rounded, scale_for
@@ -30,17 +29,7 @@ from rankscope.analysis.timeline.steps import in_steps
 from rankscope.collectors.schema import P2P_OPS
 from rankscope.errors import NotComparable
 
-__all__ = [
-    "compare",
-    "error_of_change",
-    "in_order",
-    "judged_breakdown",
-    "mean_parts",
-    "part_errors",
-    "step_change",
-    "step_error",
-    "work_per_step",
-]
+__all__ = ["compare", "step_change", "work_per_step"]
 
 _OUTLYING = 5.0  # robust standard deviations from the usual change of a rank
 _WORTH = 0.01  # share of the step from which a change of a rank or of a finding's cost is one
@@ -50,47 +39,55 @@ _MATCHED = 0.99  # share of the operations below which the report says that some
 _COMPARED = ("command", "hostname", "rankscope", "torch", "python")
 
 
-def compare(a: Report, of_a: Timeline, b: Report, of_b: Timeline) -> Comparison:
-    """B against A, by their reports and timelines.
+def compare(one: ComparedRun, other: ComparedRun) -> Comparison:
+    """Return the other run (B) against the one (A).
 
     A change's uncertainty is the root of the sum of the squares of both runs' own. Raises `NotComparable`.
     """
-    for name, report in (("A", a), ("B", b)):
-        if not report.steps.count:
+    a, b = one.report, other.report
+    for name, run in (("A", one), ("B", other)):
+        if not run.steps.count:
             raise NotComparable(
                 text(
                     "run {name}, {path}, has no analyzed step, so there is nothing to compare",
                     name=name,
-                    path=report.path,
+                    path=run.report.path,
                 )
             )
-    step, parts, no_parts = _parts(a, of_a, b, of_b)
+    step, parts, no_parts = _parts(one, other)
     same_ranks = a.ranks == b.ranks
-    notes = [*_what_differs(a, b), *no_parts, *_unmatched(a, b)]
+    notes = [*_of_long(one, other), *_what_differs(a, b), *no_parts, *_unmatched(a, b)]
     if not same_ranks and len(a.ranks) > 1 and len(b.ranks) > 1:
         notes.append(text("ranks are not compared one by one, since the runs do not have the same ones"))
     return Comparison(
-        a=_side(a),
-        b=_side(b),
+        a=_side(one),
+        b=_side(other),
         step=step,
         parts=parts,
-        ranks=_ranks(a, b, step) if same_ranks and parts else (),
-        findings=tuple(_findings(a, b, same_ranks=same_ranks)),
-        operations=_operations(of_a, of_b) if all(r.matched_fraction != 0 for r in (a, b)) else (),
-        kernels=_kernels(of_a, of_b),
+        ranks=_ranks(one, other, step) if same_ranks and parts else (),
+        findings=tuple(_findings(one, other, same_ranks=same_ranks)),
+        operations=_operations(one.timeline, other.timeline) if all(r.matched_fraction != 0 for r in (a, b)) else (),
+        kernels=_kernels(one.timeline, other.timeline),
         notes=tuple(notes),
     )
 
 
-def _side(report: Report) -> RunSide:
+def _side(run: ComparedRun) -> RunSide:
+    report = run.report
     return RunSide(
         path=report.path,
         verdict=report.verdict,
         ranks=len(report.ranks),
         nodes=len(report.nodes),
-        steps=report.steps.count,
+        steps=run.steps.count,
         outliers_fraction=report.steps.outliers_fraction,
     )
+
+
+def _of_long(a: ComparedRun, b: ComparedRun) -> Iterator[str]:
+    for name, run in (("A", a), ("B", b)):
+        if run.said:
+            yield text("{name}: {said}", name=name, said=run.said)
 
 
 def _what_differs(a: Report, b: Report) -> Iterator[str]:
@@ -120,20 +117,18 @@ def _unmatched(a: Report, b: Report) -> Iterator[str]:
             )
 
 
-def _parts(
-    a: Report, of_a: Timeline, b: Report, of_b: Timeline
-) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
+def _parts(a: ComparedRun, b: ComparedRun) -> tuple[StepChange, tuple[PartChange, ...], list[str]]:
     """Return the step, its parts where both runs have them of the same clock, and why not where they do not."""
     step = StepChange(
-        a_ns=a.steps.mean_ns or 0,
-        b_ns=b.steps.mean_ns or 0,
-        uncertainty_ns=error_of_change(step_error(a), step_error(b)),
+        a_ns=a.steps.mean_ns,
+        b_ns=b.steps.mean_ns,
+        uncertainty_ns=error_of_change(a.steps.error_ns, b.steps.error_ns),
     )
-    means = {"A": mean_parts(a.breakdown), "B": mean_parts(b.breakdown)}
+    means = {"A": a.steps.parts, "B": b.steps.parts}
     uncut = [name for name, of in means.items() if not of]
     why = text("the steps of run {name} could not be cut into parts", name=uncut[0]) if uncut else None
-    if of_a.kernels.is_empty() != of_b.kernels.is_empty():
-        of_device, of_host = ("B", "A") if of_a.kernels.is_empty() else ("A", "B")
+    if a.timeline.kernels.is_empty() != b.timeline.kernels.is_empty():
+        of_device, of_host = ("B", "A") if a.timeline.kernels.is_empty() else ("A", "B")
         why = text(
             "parts are those of the devices in {of_device} and of the host's main thread in {of_host}: not compared",
             of_device=of_device,
@@ -141,7 +136,7 @@ def _parts(
         )
     if why:
         return step, (), [why]
-    scatter = tuple(part_errors(judged_breakdown(timeline)) for timeline in (of_a, of_b))
+    scatter = tuple(run.steps.part_errors for run in (a, b))
     parts = tuple(
         PartChange(
             part=part,
@@ -157,51 +152,12 @@ def _parts(
     return exact, parts, []
 
 
-def mean_parts(parts: Iterable[Part]) -> dict[str, int]:
-    """Return ns of the mean judged step by part, over ranks, in the order in which parts are shown; empty: not cut up.
-
-    They sum to the mean step.
-    """
-    split = digest.breakdown(parts)
-    return dict(zip(split.parts, rounded(split.sums, len(split.rows)), strict=True)) if split.rows else {}
-
-
-def in_order(*means: Mapping[str, int]) -> list[str]:
-    """All parts that one of them has, in the order in which parts are shown."""
-    used = {part for of in means for part in of}
-    return [*(part for part in PART_ORDER if part in used), *sorted(used - set(PART_ORDER))]
-
-
-def step_error(report: Report) -> float | None:
-    """95 % half width of the mean step, ns; None where there is only one."""
-    shortest = min(map(len, report.step_ns.values()))
-    lengths = np.array([of_rank[:shortest] for of_rank in report.step_ns.values()], np.float64)
-    return estimate(lengths.mean(axis=0)).half_width_ns if shortest > 1 else None
-
-
-def judged_breakdown(timeline: Timeline) -> pl.DataFrame:
-    """Return the breakdown of judged steps."""
-    return in_judged_steps(timeline.breakdown, timeline.steps)
-
-
-def part_errors(breakdown: pl.DataFrame) -> dict[str, float]:
-    """By part the 95 % half width of its mean, of the breakdown of these ranks and steps; empty with too few steps."""
-    grid = step_grid(breakdown)
-    if len(grid.steps) < 2:
-        return {}
-    return {part: estimate(values.mean(axis=0)).half_width_ns for part, values in grid.parts.items()}
-
-
-def error_of_change(a: float | None, b: float | None) -> int | None:
-    """95 % half width of a difference, from those of both sides."""
-    return None if a is None or b is None else round((a * a + b * b) ** 0.5)
-
-
-def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
+def _ranks(a: ComparedRun, b: ComparedRun, step: StepChange) -> tuple[RankChange, ...]:
     """Return the ranks whose busy time changed unlike that of most, the furthest first."""
-    by_rank = [_by_rank(report) for report in (a, b)]
-    parts = sorted({part for of in by_rank for row in of.values() for part in row})
-    changes = np.array([[by_rank[1][r].get(p, 0) - by_rank[0][r].get(p, 0) for p in parts] for r in a.ranks])
+    ranks = a.report.ranks
+    in_a, in_b = ([run.steps.by_rank.get(rank, {}) for rank in ranks] for run in (a, b))
+    parts = sorted({part for of in (*in_a, *in_b) for part in of})
+    changes = np.array([[to.get(p, 0) - of.get(p, 0) for p in parts] for of, to in zip(in_a, in_b, strict=True)])
     busy = np.array([part not in MAYBE_BLOCKED for part in parts])
     change = changes[:, busy].sum(axis=1)
     usual = float(np.median(change))
@@ -211,9 +167,9 @@ def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
     rows = [i for i in np.argsort(-beyond, kind="stable") if beyond[i] > least][:_LISTED_RANKS]
     return tuple(
         RankChange(
-            rank=a.ranks[i],
-            a_ns=sum(ns for part, ns in by_rank[0][a.ranks[i]].items() if part not in MAYBE_BLOCKED),
-            b_ns=sum(ns for part, ns in by_rank[1][a.ranks[i]].items() if part not in MAYBE_BLOCKED),
+            rank=ranks[i],
+            a_ns=sum(ns for part, ns in in_a[i].items() if part not in MAYBE_BLOCKED),
+            b_ns=sum(ns for part, ns in in_b[i].items() if part not in MAYBE_BLOCKED),
             usual_ns=round(usual),
             part=parts[int(unusual[i].argmax())],
         )
@@ -221,14 +177,7 @@ def _ranks(a: Report, b: Report, step: StepChange) -> tuple[RankChange, ...]:
     )
 
 
-def _by_rank(report: Report) -> dict[int, dict[str, int]]:
-    found: dict[int, dict[str, int]] = {rank: {} for rank in report.ranks}
-    for part in report.breakdown:
-        found[part.rank][part.part] = found[part.rank].get(part.part, 0) + part.ns_per_step
-    return found
-
-
-def _findings(a: Report, b: Report, *, same_ranks: bool) -> Iterator[FindingChange]:
+def _findings(a: ComparedRun, b: ComparedRun, *, same_ranks: bool) -> Iterator[FindingChange]:
     """B's findings beside those of A that are about the same, in B's order; then what is gone."""
     left = list(a.findings)
     for finding in b.findings:
@@ -237,12 +186,12 @@ def _findings(a: Report, b: Report, *, same_ranks: bool) -> Iterator[FindingChan
             left.remove(before)
             error = (before.uncertainty_ns**2 + finding.uncertainty_ns**2) ** 0.5
             change = abs(finding.lost_ns_per_step - before.lost_ns_per_step)
-            changed = change > max(error, _WORTH * (a.steps.mean_ns or 0))
+            changed = change > max(error, _WORTH * a.steps.mean_ns)
             yield FindingChange(status="changed" if changed else "stays", a=before, b=finding)
         else:
-            yield _one_sided(finding, a, "A")
+            yield _one_sided(finding, a.report, "A")
     for finding in left:
-        yield _one_sided(finding, b, "B")
+        yield _one_sided(finding, b.report, "B")
 
 
 def _about_the_same(a: Finding, b: Finding, *, same_ranks: bool) -> bool:

@@ -61,9 +61,9 @@ def report_of(
     known = None if recent else place.load()
     if known is not None:
         return known
-    from rankscope.analysis.diagnosis.diagnose import new_report  # 0.5 s, and what is kept needs nothing of it
+    from rankscope.analysis.diagnosis.diagnose import read_run  # 0.5 s, and what is kept needs nothing of it
 
-    report, is_final = new_report(path, options, recent=recent)
-    if is_final:
-        place.keep(report)
-    return report
+    found = read_run(path, options, recent=recent)
+    if found.is_final:
+        place.keep(found.report)
+    return found.report

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from rankscope.analysis.compare.two_runs import error_of_change
 from rankscope.analysis.detectors import gradual_slowdown, severity
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary
+from rankscope.analysis.metrics.step_matrix import error_of_change
 from rankscope.analysis.model.finding import Change, Found, Gap, History, Look, Report, RunFinding, Span
 from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import Stretch
@@ -106,6 +106,8 @@ def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
             confidence=min(one.confidence for _, one in of),  # "confirmed" where it is so anywhere
             title=worst.title,
             ranks=worst.ranks,
+            nodes=worst.nodes,
+            groups=worst.groups,
             steps=(of[0][0].first, of[-1][0].last),
             stretches=len(of),
             lost_ns_total=lost[key],
@@ -135,6 +137,8 @@ def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFi
         confidence="likely",
         title=gradual_slowdown.title_of(line, _grown(every, line.growth)),
         ranks=(),
+        nodes=(),
+        groups=(),
         steps=(0, len(stretch.counted) - 1),
         stretches=len(every),
         lost_ns_total=round(lost.ns * len(lengths)),
@@ -247,7 +251,14 @@ def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -
         phase=phase,
         analyzed=sum(one.analyzed for one in analyzed),
         findings=tuple(
-            Found(detector=one.detector, severity=one.severity, title=one.title)
+            Found(
+                detector=one.detector,
+                severity=one.severity,
+                title=one.title,
+                ranks=one.ranks,
+                nodes=one.nodes,
+                groups=one.groups,
+            )
             for one in sorted(findings.values(), key=lambda one: -one.lost_ns_total)
         ),
         changes=tuple(_changes(analyzed, last)),

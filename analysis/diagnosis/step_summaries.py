@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +62,12 @@ class StepSummaries:
 
     def read(self, *columns: str, since: int = 0) -> pl.DataFrame:
         """Return these columns, `step` among them, of the steps from `since` on, as far as files can be read."""
+        return pl.concat([_NONE.select(columns), *self.each(*columns, since=since)]).filter(pl.col("step") >= since)
+
+    def each(self, *columns: str, since: int = 0) -> Iterator[pl.DataFrame]:
+        """Yield these columns stretch by stretch, from that on which has the step `since`."""
         wanted = (file for (_, last), file in self.files.items() if last >= since)
-        found = [rows for file in wanted if (rows := _read(file, columns)) is not None]
-        return pl.concat([_NONE.select(columns), *found]).filter(pl.col("step") >= since)
+        yield from (rows for file in wanted if (rows := _read(file, columns)) is not None)
 
 
 def step_summaries(timeline: Timeline) -> pl.DataFrame:

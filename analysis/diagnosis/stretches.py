@@ -15,7 +15,6 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from rankscope.analysis.compare.two_runs import judged_breakdown, mean_parts, part_errors
 from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
@@ -23,6 +22,8 @@ from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
 from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
 from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
 from rankscope.analysis.diagnosis.summary import mean_step
+from rankscope.analysis.metrics.judged import in_judged_steps
+from rankscope.analysis.metrics.step_matrix import part_errors
 from rankscope.analysis.model.address import Address, address_of
 from rankscope.analysis.model.finding import Report, Span
 from rankscope.analysis.readers.native.unpacked_rows import Shared
@@ -89,7 +90,7 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
 
         def over_all(report: Report, timeline: Timeline) -> OverAll:
             keep_steps(before.run, before.of, held, timeline)
-            last, summaries = _summary(*held, report, timeline, mean_parts(report.breakdown)), found()
+            last, summaries = _summary(*held, report, timeline), found()
             remove_other_steps(before.run, {held, *((one.first, one.last) for one in summaries if not one.why)})
             report = over_the_run(report, stretch, phases, last, summaries)
             return OverAll(report, not any(one.why for one in summaries), kept_steps(before.run, before.of))
@@ -137,7 +138,7 @@ def summarize(
         except Exception as error:  # the report on other steps is done, and must not be lost for this
             why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
             return StretchSummary(first=first, last=last, why=why)
-        return _summary(first, last, judged, timeline, mean_step(judged.tables["breakdown"]))
+        return _summary(first, last, judged, timeline)
 
     found = [summary(first, last) for first, last in stretches]
     if shared:
@@ -205,16 +206,15 @@ class _Kept:
         keep(self.run, _NAME, self.of, StretchSummaries(length, marked))
 
 
-def _summary(
-    first: int, last: int, judged: Report | Judgement, timeline: Timeline, parts: dict[str, int]
-) -> StretchSummary:
+def _summary(first: int, last: int, judged: Report | Judgement, timeline: Timeline) -> StretchSummary:
+    breakdown = in_judged_steps(timeline.breakdown, timeline.steps)
     return StretchSummary(
         first=first,
         last=last,
         analyzed=judged.steps.count,
         step_ns=judged.steps.mean_ns or 0,
-        parts=parts,
-        errors={part: round(ns) for part, ns in part_errors(judged_breakdown(timeline)).items()},
+        parts=mean_step(breakdown),
+        errors={part: round(ns) for part, ns in part_errors(breakdown).items()},
         findings=tuple(
             StretchFinding(
                 detector=finding.detector,

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import polars as pl
 
-from rankscope.analysis.compare.two_runs import in_order
 from rankscope.analysis.diagnosis.savings import tried
 from rankscope.analysis.metrics.arrival_skew import charged_to_last
 from rankscope.analysis.metrics.distinct import distinct
@@ -26,7 +25,7 @@ from rankscope.analysis.model.finding import (
     Wait,
 )
 from rankscope.analysis.model.money import is_standstill
-from rankscope.analysis.model.parts import QUEUED
+from rankscope.analysis.model.parts import QUEUED, in_order
 from rankscope.analysis.replay.critical_path import critical_path
 from rankscope.analysis.replay.device_graph import BETWEEN, device_graph, first_steps
 from rankscope.analysis.replay.host_graph import HostGraph
@@ -86,7 +85,9 @@ def mean_parts(breakdown: pl.DataFrame) -> tuple[Part, ...]:
 
 
 def mean_step(breakdown: pl.DataFrame) -> dict[str, int]:
-    """Mean ns of each part of the judged step over ranks, as `mean_parts` of two runs has them."""
+    """Mean ns of each part of the judged step over ranks; they sum to it."""
+    if breakdown.is_empty():
+        return {}
     means = _means(breakdown)
     sums = dict(means.group_by("part").agg(pl.col("ns_per_step").sum()).filter(pl.col("ns_per_step") != 0).iter_rows())
     order = in_order(sums)

@@ -29,6 +29,7 @@ __all__ = [
     "above_peers",
     "by_rank_and_step",
     "deviation_of_alike",
+    "error_of_change",
     "estimate",
     "estimate_of_operations",
     "estimate_of_pieces",
@@ -38,6 +39,7 @@ __all__ = [
     "lasting_half_widths",
     "nearly_all_in",
     "own_by_label",
+    "part_errors",
     "robust_deviation",
     "step_grid",
     "sums",
@@ -301,6 +303,19 @@ def lasting_half_widths(values: Floats, trim: float = 0.0) -> Floats:
     lengths = np.diff(bounds, append=count)
     means = np.add.reduceat(np.clip(values, low, high), bounds, axis=1) / lengths
     return half_width(means.std(axis=1, ddof=1) / stretches**0.5, stretches)
+
+
+def part_errors(breakdown: pl.DataFrame) -> dict[str, float]:
+    """By part the 95 % half width of its mean, of the breakdown of these ranks and steps; empty with too few steps."""
+    grid = step_grid(breakdown)
+    if len(grid.steps) < 2:
+        return {}
+    return {part: estimate(values.mean(axis=0)).half_width_ns for part, values in grid.parts.items()}
+
+
+def error_of_change(a: float | None, b: float | None) -> int | None:
+    """95 % half width of a difference, from those of both sides."""
+    return None if a is None or b is None else round((a * a + b * b) ** 0.5)
 
 
 def half_width(standard_error: Floats, count: int) -> Floats:

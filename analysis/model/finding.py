@@ -195,6 +195,9 @@ class Found:
     detector: str
     severity: str
     title: str
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    groups: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +230,8 @@ class RunFinding:
     confidence: str
     title: str
     ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    groups: tuple[str, ...]
     steps: tuple[int, int]
     stretches: int
     lost_ns_total: int

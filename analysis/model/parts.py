@@ -6,6 +6,7 @@ for. What a device's marks do not distinguish is *mixed*: computing, waiting or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +29,7 @@ __all__ = [
     "QUEUED",
     "UNSEEN",
     "Part",
+    "in_order",
     "part_change",
     "part_name",
 ]
@@ -193,6 +195,12 @@ BEGAN_LATE = "began later"  # the same, and the two had never met before
 def part_name(part: str) -> Text:
     """Give the name of a part of the step, for a text that is made before its language is known."""
     return PARTS[part].label if part in PARTS else Text(part, {})
+
+
+def in_order(*parts: Iterable[str]) -> list[str]:
+    """All parts that one of these has, in the order in which parts are shown."""
+    used = {part for of in parts for part in of}
+    return [*(part for part in PART_ORDER if part in used), *sorted(used - set(PART_ORDER))]
 
 
 def part_change(change: Change) -> Text:

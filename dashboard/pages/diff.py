@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 from dash import Dash, Input, Output, dcc, html, no_update
 
+from rankscope.analysis.compare.compared_run import ComparedRun
 from rankscope.analysis.compare.two_runs import compare, step_change
 from rankscope.analysis.model.comparison import Comparison
 from rankscope.analysis.report.diff_text import arrow, finding_row
@@ -97,7 +98,7 @@ def _page(a: Run, b: Run) -> Children:
 def _compared(a: Run, b: Run) -> Comparison | str:
     """Return the comparison, or why there is none."""
     try:
-        return compare(a.report, a.timeline, b.report, b.timeline)
+        return compare(*(ComparedRun.of(run.report, run.timeline, run.steps) for run in (a, b)))
     except NotComparable as reason:
         why: str = reason.args[0]
         return why

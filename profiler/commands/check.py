@@ -44,9 +44,9 @@ def command(
     json: Json = None,
     lang: Lang = "en",
 ) -> None:
+    from rankscope.analysis.compare.compared_run import compared_run
     from rankscope.analysis.compare.gate import gate
     from rankscope.analysis.compare.two_runs import compare
-    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.diagnosis.kept_report import report_of
     from rankscope.analysis.report.json_form import strict
     from rankscope.errors import NotComparable
@@ -54,9 +54,10 @@ def command(
     asked = part_of(run, steps, world)
     comparison, unseen = None, []
     if against:
-        report, timeline = read_run(asked)
+        checked = compared_run(asked)
+        report = checked.report
         try:
-            comparison = compare(*read_run(against, whole=False), report, timeline)
+            comparison = compare(compared_run(against), checked)
         except NotComparable as why:
             unseen = [why.args[0]]
     else:

@@ -37,11 +37,11 @@ def command(
     json: Json = None,
     lang: Lang = "en",
 ) -> None:
+    from rankscope.analysis.compare.compared_run import compared_run
     from rankscope.analysis.compare.two_runs import compare
-    from rankscope.analysis.diagnosis.diagnose import read_run
 
     one, other = part_of([a, b], steps, world)
-    found = compare(*read_run(one, whole=False), *read_run(other, whole=False))
+    found = compare(compared_run(one), compared_run(other))
     if json:
         write(json, _as_json(found))
     if json != "-":

@@ -39,14 +39,14 @@ def command(
     json: Json = None,
     lang: Lang = "en",
 ) -> None:
+    from rankscope.analysis.compare.compared_run import compared_run
     from rankscope.analysis.compare.scaling import scaling
-    from rankscope.analysis.diagnosis.diagnose import read_run
     from rankscope.analysis.report.json_form import strict
 
     if weak and strong:
         raise RankscopeError("--weak or --strong, not both")
     kind = "weak" if weak else "strong" if strong else ""
-    found = scaling([read_run(path, whole=False) for path in part_of(run, steps, world)], kind)
+    found = scaling([compared_run(path) for path in part_of(run, steps, world)], kind)
     if json:
         write(json, strict({"schema_version": 1, **dataclasses.asdict(found)}))
     if json != "-":

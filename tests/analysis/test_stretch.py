@@ -58,8 +58,8 @@ def cli(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 def test_steps_of_part_of_a_run_are_those_of_all_of_it(job):
-    _, whole = read_run(job)
-    report, part = read_run(job / "steps=70-99")
+    whole, read = read_run(job).timeline, read_run(job / "steps=70-99")
+    report, part = read.report, read.timeline
     wanted = pl.col("step").is_between(70, 99)
     assert part.steps.equals(whole.steps.filter(wanted))
     assert part.steps["judged"].all()
@@ -77,7 +77,7 @@ def test_steps_of_part_of_a_run_are_those_of_all_of_it(job):
 
 def test_a_rank_that_becomes_slow_is_no_slowdown_of_all(fsdp):
     """Other ranks then compute more beside communication and less alone."""
-    report, _ = read_run(fsdp)
+    report = read_run(fsdp).report
     assert [finding.detector for finding in report.findings] == ["slow_rank"]
     assert report.history is None
 
@@ -86,7 +86,8 @@ def test_of_a_run_that_is_too_large_the_last_steps_are_analyzed_and_the_others_s
     """By steps of 130 ms before step 60 and 190 ms after it."""
     rows = sum(Trace.open(fsdp).reader.estimated_rows().values())
     monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 1300 // 4)
-    report, timeline = read_run(fsdp)
+    read = read_run(fsdp)
+    report, timeline = read.report, read.timeline
     assert timeline.steps["step"].min() in range(87, 93)
     assert timeline.steps["step"].max() == 119
     first = timeline.steps["step"].min()
@@ -162,8 +163,7 @@ def test_a_rank_whose_first_records_were_lost_has_the_steps_of_the_others(fsdp, 
     for part in run.glob("*/rank=00003/a0-part-000[0-2].arrow"):
         if part.parents[1].name in ("regions", "collectives"):
             part.unlink()
-    _, whole = read_run(fsdp)
-    _, part_of = read_run(run / "steps=70-99")
+    whole, part_of = read_run(fsdp).timeline, read_run(run / "steps=70-99").timeline
     assert part_of.steps.equals(whole.steps.filter(pl.col("step").is_between(70, 99)))
 
 
@@ -193,19 +193,19 @@ def kept(run: Path, folder: Path, since_ns: int, *nodes: int) -> Path:
 
 @cache
 def ends_ns(run: Path) -> list[int]:
-    return read_run(run)[1].steps.filter(rank=0)["end_ns"].to_list()
+    return read_run(run).timeline.steps.filter(rank=0)["end_ns"].to_list()
 
 
 def test_a_job_of_whose_steps_nothing_is_left_is_judged_by_what_came_after(fsdp, tmp_path):
     """One that hangs or evaluates for long, until its last steps are evicted too."""
-    report, _ = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-1] + 10**9, 0, 1))
+    report = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-1] + 10**9, 0, 1)).report
     assert "no verdict: no step was seen; rank 5 arrives late" in report.verdict
     assert report.verdict.endswith("were read (older records were evicted).")
     assert [step for step in report.breakdown if step.ns_per_step] == []
 
 
 def test_what_a_node_without_ranks_of_this_world_removed_is_no_loss(fsdp, tmp_path):
-    report, _ = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-5], 7))
+    report = read_run(kept(fsdp, tmp_path / "run", ends_ns(fsdp)[-5], 7)).report
     assert report.history is None
     assert report.findings[0].ranks == (SLOW,)
 
@@ -215,7 +215,7 @@ def test_a_run_whose_last_attempt_came_no_further_than_its_first_word_is_read(fs
     for path in folder.glob("ranks/*/a0-part-0000.arrow"):
         later = pl.read_ipc(path).with_columns(start_ns=pl.lit(ends_ns(fsdp)[-1] + 10**9))
         arrow_writer.write_sealed(path.parent, "a1-", later.to_arrow())
-    report, _ = read_run(folder)
+    report = read_run(folder).report
     assert report.verdict == "No verdict: no step was seen."
 
 
@@ -237,7 +237,7 @@ def test_records_that_are_evicted_while_they_are_read_are_read_again(fsdp, tmp_p
         return trace
 
     monkeypatch.setattr(diagnose, "Trace", SimpleNamespace(open=open_and_remove))
-    report, _ = read_run(folder)
+    report = read_run(folder).report
     assert len(opened) == 2
     assert report.history.kept > 40
 
@@ -248,5 +248,5 @@ def test_a_file_that_cannot_be_read_costs_no_other(fsdp, tmp_path):
     shutil.copytree(fsdp, folder)
     files = sorted((folder / "collectives" / "rank=00003").iterdir())
     files[len(files) // 2].write_bytes(b"")
-    rows = [len(read_run(run / "steps=100-110")[1].collectives.filter(rank=3)) for run in (fsdp, folder)]
+    rows = [len(read_run(run / "steps=100-110").timeline.collectives.filter(rank=3)) for run in (fsdp, folder)]
     assert rows[0] == rows[1] > 0

@@ -112,7 +112,7 @@ def test_every_step_of_every_rank_is_left_beside_the_report(recorded, report):
     parts = [f"{part}_ns" for part in PARTS]
     assert left.select(pl.sum_horizontal(parts)).to_series().equals(left["step_ns"], check_names=False)
     assert left.columns == [column.name for column in STEP_SUMMARIES.columns]
-    _, timeline = read_run(recorded / "steps=30-59")
+    timeline = read_run(recorded / "steps=30-59").timeline
     some = left.filter(pl.col("step").is_between(30, 59))
     length = (pl.col("end_ns") - pl.col("start_ns")).alias("step_ns")
     assert_frame_equal(
@@ -299,7 +299,7 @@ def test_a_second_report_needs_summaries_only(recorded, report, monkeypatch):
     monkeypatch.setattr(stretches, "begun", lambda *asked, **_: nullcontext(iter([] if not asked[1] else [1 / 0])))
     again = report()
     assert json_form.render(again) == json_form.render(first)
-    assert json_form.render(read_run(recorded)[0]) == json_form.render(first)  # as the UI and `rankscope check` read it
+    assert json_form.render(read_run(recorded).report) == json_form.render(first)  # as `rankscope check` does
     assert isinstance(again.history.findings[0].title, Text)  # so that it can be translated
     assert "比" in terminal.render(again, width=400, language="zh")
 

@@ -48,7 +48,8 @@ def both(request, tmp_path_factory):
         patch.setattr(arrow_writer, "SEAL_ROWS", FILES)
         whole = write(run(job, can), tmp_path_factory.mktemp(request.param) / "run")
         kept = as_kept(whole, whole.parent / "kept")
-    return whole, kept, *read_run(kept)
+    read = read_run(kept)
+    return whole, kept, read.report, read.timeline
 
 
 def as_kept(whole: Path, folder: Path) -> Path:
@@ -101,7 +102,7 @@ def test_kept_steps_are_those_of_the_whole_run_and_older_ones_have_their_lengths
     assert size_of(kept) < 0.65 * size_of(whole)
     first = report.history.kept
     assert 30 < first < 110
-    _, all_of_it = read_run(whole)
+    all_of_it = read_run(whole).timeline
     wanted = pl.col("step") >= first
     assert part.steps.equals(all_of_it.steps.filter(wanted))
     assert part.breakdown.sort(*AT, "part").equals(all_of_it.breakdown.filter(wanted).sort(*AT, "part"))

@@ -30,7 +30,7 @@ def server(recorded, monkeypatch):
 @pytest.mark.long
 def test_a_run_is_read_by_its_url_as_from_its_folder(server, recorded):
     assert judged("s3://bucket/jobs/run") == judged(recorded)
-    assert read_run("s3://bucket/jobs/run")[0].path == "s3://bucket/jobs/run"
+    assert read_run("s3://bucket/jobs/run").report.path == "s3://bucket/jobs/run"
     assert judged(Path("s3://bucket/jobs/run/steps=5-25")) == judged(recorded / "steps=5-25")
 
 

@@ -153,7 +153,7 @@ def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, clu
     recorded = write(run(job, healthy_resources(job)), tmp_path / "run")
     rows = memory_budget.bytes_of_rows(Trace.open(recorded).reader)
     monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.26)
-    here = json_form.render(read_run(recorded)[0])
+    here = json_form.render(read_run(recorded).report)
     shutil.rmtree(recorded / "summary")
     asked = []
     run_there = dask_cluster._begun
@@ -161,7 +161,7 @@ def test_a_long_run_is_judged_alike_on_a_dask_cluster(tmp_path, monkeypatch, clu
         dask_cluster, "_begun", lambda client, task, of: asked.extend(of) or run_there(client, task, of)
     )
     with on_cluster(cluster):
-        there = json_form.render(read_run(recorded)[0])
+        there = json_form.render(read_run(recorded).report)
     assert [stretches for _, _, _, stretches, *_ in asked] == [[(0, 19)], [(20, 39)], [(40, 59)]]
     assert there == here
 

@@ -81,5 +81,5 @@ def s3(monkeypatch):
 
 
 def judged(path):
-    report = json.loads(json_form.render(read_run(path)[0]))
+    report = json.loads(json_form.render(read_run(path).report))
     return {name: value for name, value in report.items() if name not in ("path", "command")}

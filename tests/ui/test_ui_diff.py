@@ -11,6 +11,7 @@ from support.browser import BROWSER
 pytest.importorskip("dash", reason="needs the UI's packages: pip install 'rankscope[ui]'")
 
 
+from rankscope.analysis.compare.compared_run import ComparedRun
 from rankscope.analysis.compare.two_runs import compare
 from rankscope.dashboard.app import create_app
 from rankscope.dashboard.figures.diff_waterfall import from_a_to_b
@@ -36,7 +37,7 @@ def state(tmp_path_factory) -> State:
 
 def test_bars_lead_from_a_to_b_and_what_is_shown_adds_up(state):
     a, b = (state.progress(key).run for key in state.keys)
-    found = compare(a.report, a.timeline, b.report, b.timeline)
+    found = compare(*(ComparedRun.of(run.report, run.timeline, run.steps) for run in (a, b)))
     (first, *parts, last), unit = from_a_to_b(found.step, found.parts, ("A", "B"))
     assert unit == "ms"
     at = first.start + first.length
