@@ -33,7 +33,7 @@ def main() -> None:
         write_large(options.trace, large, int(options.size_mb * 1e6))
         trace = Trace.open(large)
         timeline = build_timeline(trace)
-        report = report_on(trace, timeline)
+        report = report_on(trace, timeline).report
         held, gaps, file = most_held_mb(), trace.table("gaps").collect(), Path(folder) / "large.pftrace.gz"
         begun = time.process_time()
         with igzip.open(file, "wb", compresslevel=2) as packed:

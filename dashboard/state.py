@@ -161,7 +161,10 @@ class State:
             self._set(key, stage=2)
             with ThreadPoolExecutor(1) as beside:
                 scene = beside.submit(lambda: stored or _lanes(path, files, with_windows(timeline, trace), running))
-                report = known or report_on(trace, timeline, options)
+                report, last = known, None
+                if report is None:
+                    last = report_on(trace, timeline, options)
+                    report = last.report
                 run = Run(
                     key=key,
                     name=self._progress[key].name,
@@ -175,8 +178,8 @@ class State:
                 )
                 if self._progress[key].run is None:
                     self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
-                if not known:
-                    whole = with_whole_run(trace, report, timeline, options)
+                if last:
+                    whole = with_whole_run(trace, last, timeline, options)
                     if whole.report is not report:
                         run = replace(run, report=whole.report, steps=whole.steps)
                     if whole.is_complete and trace.has_ended:

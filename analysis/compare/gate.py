@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rankscope.analysis.compare.two_runs import step_change
 from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.model.comparison import Comparison, FindingChange, StepChange
-from rankscope.analysis.model.digest import looks_of, missing_ranks, over_the_run
-from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Report, RunFinding
+from rankscope.analysis.model.digest import looks_of, missing_ranks
+from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Report
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
@@ -41,12 +41,13 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     counted_severities = _SEVERITIES[_SEVERITIES.index(severity) :]
     counting = [finding for finding in roots if finding.severity in counted_severities]
     failures: list[str] = [_sentence(finding) for finding in counting if _cause(finding) not in known]
-    elsewhere: list[tuple[Text, Found | RunFinding]] = [
-        (_phase(look.phase.first, look.phase.last), found) for look in looks_of(report) for found in look.findings
+    known |= {_cause(finding) for finding in roots}  # of the whole run
+    elsewhere = [
+        (_phase(look.phase.first, look.phase.last), found)
+        for look in looks_of(report)
+        for found in look.findings
+        if _cause(found) not in known
     ]
-    said = {found.title for _, found in elsewhere}
-    elsewhere += [(_phase(*one.steps), one) for one in over_the_run(report) if one.title not in said]
-    elsewhere = [(phase, found) for phase, found in elsewhere if _cause(found) not in known]
     failures += [_sentence_of(*one) for one in elsewhere if one[1].severity in counted_severities]
     unseen = [*_unseen(report), *_outliers(report, slower, against)]
     bounded = False
@@ -63,7 +64,7 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     return Gate(failures=tuple(failures), unseen=tuple(unseen))
 
 
-def _cause(finding: Finding | Found | RunFinding) -> tuple[object, ...]:
+def _cause(finding: Finding | Found) -> tuple[object, ...]:
     """Return what is found, and where: of a long run it costs something else in the last steps than in all."""
     return finding.detector, finding.ranks, finding.nodes, finding.groups
 
@@ -87,7 +88,7 @@ def _sentence(finding: Finding) -> Text:
     )
 
 
-def _sentence_of(phase: Text, found: Found | RunFinding) -> Text:
+def _sentence_of(phase: Text, found: Found) -> Text:
     return text(
         "{steps}: {title} ({detector}, {severity})",
         steps=phase,

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 
 from rankscope.analysis.compare.two_runs import work_per_step
+from rankscope.analysis.diagnosis.summary import mean_parts
 from rankscope.analysis.metrics.step_matrix import error_of_change, estimate, part_errors
 from rankscope.analysis.model.comparison import PartChange, StepChange
 from rankscope.analysis.model.finding import Report
@@ -68,13 +69,11 @@ def part_changes(a: RankSide, b: RankSide) -> tuple[StepChange, tuple[PartChange
     """Return the change from A's mean step to B's, whole and by part; no parts where one side has none."""
     means, errors, wholes = [], [], []
     for side in (a, b):
-        of_rank: dict[str, int] = {}
-        for part in side.report.breakdown:
-            if part.rank == side.rank:
-                of_rank[part.part] = of_rank.get(part.part, 0) + part.ns_per_step
-        means.append(of_rank)
         judged = side.timeline.steps.filter("judged")
-        errors.append(part_errors(side.rows("breakdown").join(judged, on=["rank", "step"], how="semi")))
+        rows = side.rows("breakdown").join(judged, on=["rank", "step"], how="semi")
+        is_cut = len(rows) > 0 and len(side.report.breakdown) > 0
+        means.append({part.part: part.ns_per_step for part in mean_parts(rows)} if is_cut else {})
+        errors.append(part_errors(rows))
         lengths = np.array(side.report.step_ns.get(side.rank, ()), np.float64)
         wholes.append(estimate(lengths).half_width_ns if len(lengths) > 1 else None)
     parts = tuple(

@@ -179,8 +179,8 @@ def _ranks(a: ComparedRun, b: ComparedRun, step: StepChange) -> tuple[RankChange
 
 def _findings(a: ComparedRun, b: ComparedRun, *, same_ranks: bool) -> Iterator[FindingChange]:
     """B's findings beside those of A that are about the same, in B's order; then what is gone."""
-    left = list(a.findings)
-    for finding in b.findings:
+    left = list(a.report.findings)
+    for finding in b.report.findings:
         before = next((f for f in left if _about_the_same(f, finding, same_ranks=same_ranks)), None)
         if before is not None:
             left.remove(before)

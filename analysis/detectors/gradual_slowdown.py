@@ -45,7 +45,7 @@ from rankscope.analysis.text.phrases import named
 from rankscope.analysis.text.units import duration, percent
 from rankscope.errors import NotResolvable
 
-__all__ = ["SECONDARY", "detect", "detector", "over_steps", "resolution_ns", "title_of"]
+__all__ = ["ADVICE", "SECONDARY", "detect", "detector", "over_steps", "resolution_ns", "title_of"]
 
 detector = Detector(
     explains_of_ranks=("slow_rank", "load_imbalance"),
@@ -91,7 +91,7 @@ def detect(
                 detector="gradual_slowdown",
                 title=_title(seen, line, where, ranks),
                 where=where,
-                advice=_ADVICE.get(where, _ADVICE["compute"]),
+                advice=ADVICE.get(where, ADVICE["compute"]),
                 ranks=ranks,
                 evidence=_first_and_last(steps, grid, ranks),
                 **price(grid, lost, lost.ns),
@@ -151,7 +151,7 @@ def resolution_ns(
     return visible(grid, max(min_fraction * grid.step_ns, min_z / 1.96 * scatter))
 
 
-_ADVICE = {
+ADVICE = {
     "compute": text(
         "Compare the first and the last steps: clocks and temperature, memory that fills up or fragments, "
         "Python lists that grow (losses kept with their graph, metrics)."

@@ -371,7 +371,6 @@ def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.Da
     start_ns, end_ns = steps["start_ns"].min(), steps["end_ns"].max()
     assert isinstance(start_ns, int)
     assert isinstance(end_ns, int)
-    span = {"start_ns": start_ns, "end_ns": end_ns}
     if slow.ranks and sent is not None:
         rates = sent.filter(pl.col("rank").is_in(slow.ranks)).select("rank", "peer_rank", "rate_bytes_per_s")
         return tuple(
@@ -379,7 +378,8 @@ def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.Da
                 table="nccl_events",
                 rank=rank,
                 note=text("to rank {peer}: {rate}/s while the network has data", peer=peer, rate=bytes_text(rate)),
-                **span,
+                start_ns=start_ns,
+                end_ns=end_ns,
             )
             for rank, peer, rate in rates.iter_rows()
         )
@@ -394,7 +394,8 @@ def _evidence(links: pl.DataFrame, slow: _Slow, steps: pl.DataFrame, sent: pl.Da
                 rate=bytes_text(rate),
                 round_trip="" if rtt is None else text(", round trip {time}", time=duration(rtt * 1e9)),
             ),
-            **span,
+            start_ns=start_ns,
+            end_ns=end_ns,
         )
         for node, peer, rate, rtt in rows.iter_rows()
     )

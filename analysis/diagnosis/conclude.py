@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rankscope.analysis.detectors import spec_of
@@ -28,34 +28,46 @@ from rankscope.analysis.diagnosis.summary import (
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, without_coarse
 from rankscope.analysis.metrics.device_lead import lead_of
 from rankscope.analysis.metrics.mfu import utilisation
-from rankscope.analysis.model.finding import NotChecked, Rate, Report
+from rankscope.analysis.model.finding import Finding, Loss, NotChecked, Pipeline, Rate, Report, Window
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.timeline.build import Timeline, build_timeline
+from rankscope.analysis.timeline.code_samples import Code
 from rankscope.analysis.timeline.cuda_events import phase_times
 from rankscope.analysis.timeline.device_time import device_parts
 from rankscope.analysis.timeline.parallelism import schedule
 
-__all__ = ["conclude", "report_on"]
+__all__ = ["Concluded", "by_windows", "losses_in", "report_on", "with_places"]
 
 _SHOWN_BY_WINDOWS = "host_bound"
 
 
-def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Report:
-    """Return the report on a run whose timeline has been built; of a long one only on what was read of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concluded:
+    """The report on a timeline, and what it was concluded from."""
+
+    report: Report
+    judged: Judgement
+    seen: Seen
+    not_observed: tuple[NotChecked, ...]
+
+
+def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Concluded:
+    """Report on a run whose timeline has been built; of a long one only on what was read of it."""
     options = options or ReportOptions()
-    report = conclude(timeline, judge(trace, timeline, options), options.price, is_running=trace.is_running)
-    report = replace(report, path=trace.path, source=trace.source, environment=_environment(trace.run))
-    windows = windows_of(trace, lambda window: report_on(window, build_timeline(window)).verdict)
-    profiled = [window.number for window in windows if window.kernels]
-    return replace(report, windows=windows, not_checked=_by_windows(report.not_checked, profiled))
+    found = _conclude(timeline, judge(trace, timeline, options), options.price, is_running=trace.is_running)
+    report = replace(found.report, path=trace.path, source=trace.source, environment=_environment(trace.run))
+    windows = windows_of(trace, lambda window: report_on(window, build_timeline(window)).report.verdict)
+    not_checked = by_windows(report.not_checked, windows)
+    return replace(found, report=replace(report, windows=windows, not_checked=not_checked))
 
 
-def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) -> tuple[NotChecked, ...]:
+def by_windows(not_checked: Sequence[NotChecked], windows: Sequence[Window]) -> tuple[NotChecked, ...]:
     """Return the same; where CUDA events left open whether devices idle, with the last of the windows that show it."""
+    profiled = [window.number for window in windows if window.kernels]
     if not profiled:
-        return not_checked
+        return tuple(not_checked)
     shown = text("; see window {number} of this run", number=profiled[-1])
     return tuple(
         replace(one, why=joined("", (one.why, shown))) if one.detector == _SHOWN_BY_WINDOWS else one
@@ -63,29 +75,40 @@ def _by_windows(not_checked: tuple[NotChecked, ...], profiled: Sequence[int]) ->
     )
 
 
-def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Report:
-    """Return the report on a timeline; `price` is that of an hour of a rank."""
+def losses_in(judged: Judgement, pipeline: Pipeline | None) -> tuple[Loss, ...]:
+    """Return what is lost in the judged steps."""
+    tables, scheduled = judged.tables, pipeline.needed_fraction if pipeline else 0.0
+    return losses_of(tables["breakdown"], tables["phases"], tables["launches"], judged.findings, scheduled)
+
+
+def with_places(findings: Sequence[Finding], code: Code) -> tuple[Finding, ...]:
+    """Return the findings with their place in the code, as far as samples show it, and the parts that show them."""
+    return tuple(
+        replace(finding, code=code.of_finding(finding), parts=spec_of(finding.detector).parts) for finding in findings
+    )
+
+
+def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Concluded:
+    """Report on a timeline; `price` is that of an hour of a rank."""
     tables = judged.tables
     groups = group_times(tables["collectives"], tables["phases"], timeline.groups)  # before the graph takes memory
     run, costs = judged.run(), judged.costs()
     needs, share = judged.model
     pipeline = pipeline_of(tables["ops"])
-    scheduled = pipeline.needed_fraction if pipeline else 0.0
-    seen = replace(_seen(timeline, judged, price, is_running=is_running), scheduled=scheduled)
-    findings = tuple(
-        replace(
-            finding,
-            others_waited=others_waited(costs, finding),
-            code=seen.code.of_finding(finding),
-            parts=spec_of(finding.detector).parts,
-        )
-        for finding in judged.findings
+    seen = replace(
+        _seen(timeline, judged, price, is_running=is_running),
+        scheduled=pipeline.needed_fraction if pipeline else 0.0,
     )
-    losses = losses_of(tables["breakdown"], tables["phases"], tables["launches"], findings, seen.scheduled)
+    findings = tuple(
+        replace(finding, others_waited=others_waited(costs, finding))
+        for finding in with_places(judged.findings, seen.code)
+    )
+    losses = losses_in(judged, pipeline)
     healthy, too_coarse = without_coarse(judged.healthy, losses, seen.steps)
     not_checked = [*judged.not_checked, *too_coarse]
     fixes, fidelity = judged.fixes()
-    return Report(
+    unseen = tuple(not_observed(timeline))
+    report = Report(
         path="",
         source="",
         verdict=verdict_of(findings, healthy, not_checked, losses, seen),
@@ -98,7 +121,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         steps=seen.steps,
         findings=findings,
         healthy=tuple(healthy),
-        not_checked=(*not_checked, *not_observed(timeline)),
+        not_checked=(*not_checked, *unseen),
         breakdown=mean_parts(tables["breakdown"]),
         history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
@@ -124,6 +147,7 @@ def conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_r
         matched_fraction=timeline.matched_fraction,
         step_ns=step_lengths(tables["steps"]),
     )
+    return Concluded(report=report, judged=judged, seen=seen, not_observed=unseen)
 
 
 def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Seen:

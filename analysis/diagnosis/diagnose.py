@@ -53,9 +53,9 @@ def read_run(
         trace = Trace.open(path)
         with nullcontext() if recent else whole_run(trace, options) as over_all:
             timeline = build_timeline(trace)
-            found = OverAll(report_on(trace, timeline, options), trace.stretch is None)
+            last = report_on(trace, timeline, options)
             if readings < _READINGS and trace.reader.folder and trace.reader.folder.has_shrunk:
                 continue
-            found = over_all(found.report, timeline) if over_all else found
+            found = over_all(last, timeline) if over_all else OverAll(last.report, trace.stretch is None)
             is_final = found.is_complete and trace.has_ended
             return ReadRun(report=found.report, timeline=timeline, is_final=is_final, steps=found.steps)

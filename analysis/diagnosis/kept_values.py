@@ -63,8 +63,8 @@ def keep(run: Path, name: str, of: str, value: DataclassInstance) -> None:
     keep_file(run, f"{name}.json", lambda out: out.write(said))
 
 
-def keep_file(run: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """Put in the run's folder, whole or not at all, the file that `write` writes."""
+def keep_file(run: Path, name: str, write: Callable[[BinaryIO], object]) -> bool:
+    """Put in the run's folder, whole or not at all, the file that `write` writes; say whether it is there."""
     with suppress(OSError):
         (run / FOLDER).mkdir(exist_ok=True)
         file, made = tempfile.mkstemp(dir=run / FOLDER)
@@ -75,6 +75,9 @@ def keep_file(run: Path, name: str, write: Callable[[BinaryIO], object]) -> None
             os.replace(made, run / FOLDER / name)
         except OSError:
             Path(made).unlink(missing_ok=True)
+        else:
+            return True
+    return False
 
 
 def _plain(value: object) -> object:

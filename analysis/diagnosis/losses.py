@@ -13,7 +13,7 @@ from rankscope.analysis.model.finding import Finding, Loss
 from rankscope.analysis.model.parts import QUEUED, UNSEEN
 from rankscope.analysis.timeline.device_time import by_rank
 
-__all__ = ["LOST", "losses_of", "lost_fraction", "unexplained_fraction"]
+__all__ = ["LABEL", "LOST", "losses_of", "lost_fraction", "unexplained_fraction"]
 
 LOST = {  # kind -> the part of the breakdown
     "wait": "wait",
@@ -29,7 +29,7 @@ LOST = {  # kind -> the part of the breakdown
     "checkpoint": "checkpoint",
 }
 _MUCH = 1 / 3  # of the devices' idle time: a call that takes more is said
-_LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
+LABEL = {"queued": QUEUED, "unseen": UNSEEN}  # the rows of the part that are lost so; elsewhere all of them
 
 
 def losses_of(
@@ -81,9 +81,9 @@ def _loss(
 ) -> Loss:
     part = LOST[kind]
     rows = phases.filter(pl.col("part") == part)
-    if kind in _LABEL:
-        rows = rows.filter(pl.col("label") == _LABEL[kind])
-    lost = sums(grid, rows, "ns") if kind in _LABEL else grid.of(part)
+    if kind in LABEL:
+        rows = rows.filter(pl.col("label") == LABEL[kind])
+    lost = sums(grid, rows, "ns") if kind in LABEL else grid.of(part)
     of_rank = lost.mean(axis=1)
     least, most = int(of_rank.argmin()), int(of_rank.argmax())
     fraction = float(of_rank.mean()) / grid.step_ns
@@ -93,7 +93,7 @@ def _loss(
         kind=kind,
         ns_per_step=round(float(of_rank.mean())),
         fraction=fraction,
-        where=labels[0] if len(labels) and kind not in _LABEL else "",
+        where=labels[0] if len(labels) and kind not in LABEL else "",
         least_rank=grid.ranks[least],
         least_ns=round(float(of_rank[least])),
         most_rank=grid.ranks[most],

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from rankscope.analysis.metrics.step_matrix import step_grid
-from rankscope.analysis.model.finding import Lead, NotChecked
+from rankscope.analysis.model.finding import History, Lead, NotChecked
 from rankscope.analysis.model.parts import APART, MIXED, part_name
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.runs.step_range import Stretch
@@ -16,7 +16,17 @@ from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import duration, percent, percent_at_most
 from rankscope.analysis.timeline.code_samples import Code
 
-__all__ = ["devices_wait", "left_open", "made_of", "not_read", "stopped", "unclear", "unknown", "waited_for"]
+__all__ = [
+    "devices_wait",
+    "left_open",
+    "made_of",
+    "not_analyzed",
+    "not_read",
+    "stopped",
+    "unclear",
+    "unknown",
+    "waited_for",
+]
 
 LARGE = 0.05  # share of the step from which a remark mentions a part
 _FAR_LESS = 4.0  # times: of ranks that are alike the one that waits least waits up to 1.5 times less than the next one
@@ -120,6 +130,16 @@ def not_read(stretch: Stretch | None) -> str:
     if stretch.kept:
         said += text(" (of those before step {kept} only the length was kept)", kept=stretch.kept)
     return said
+
+
+def not_analyzed(history: History) -> str:
+    """Say how many steps of a long run the report does not cover; why not is among the gaps."""
+    missing = history.count - history.analyzed
+    if missing and missing == history.kept:
+        return text("; of steps before {kept} only the length was kept", kept=history.kept)
+    return (
+        text("; {missing} of {count} steps were not analyzed", missing=missing, count=history.count) if missing else ""
+    )
 
 
 def unknown(breakdown: pl.DataFrame, code: Code) -> str:

@@ -1,4 +1,4 @@
-"""What the stretches of a long run show together: its root causes, and phases whose steps are longer or shorter.
+"""How the length of a step changes over a long run: phases whose steps are longer or shorter, and steps that grow.
 
 The report holds the last steps of such a run; of all others there are summaries, and the lengths on one rank.
 """
@@ -6,7 +6,7 @@ The report holds the last steps of such a run; of all others there are summaries
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,136 +15,106 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from rankscope.analysis.detectors import gradual_slowdown, severity
-from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummary
+from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
 from rankscope.analysis.metrics.step_matrix import error_of_change
-from rankscope.analysis.model.finding import Change, Found, Gap, History, Look, Report, RunFinding, Span
+from rankscope.analysis.model.finding import Change, Finding, Found, History, Look, Span
 from rankscope.analysis.model.parts import part_change
 from rankscope.analysis.runs.step_range import Stretch
-from rankscope.analysis.text.message import joined, text
+from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, ranges
 
-__all__ = ["over_the_run", "phases_of"]
+__all__ = ["growth", "looks_at", "phases_of", "sentence"]
 
 _BLOCK = 20  # steps whose median counts as one
 _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
 _DIFFERENT = 1.1  # as in Greyhound: a shift above 10 %
 _STILL = 1.05  # a phase that has begun goes on: noise does not cut it into pieces
-_WORTH = 0.01  # of the run's time, that all phases in one direction take more or less, or that a root cause costs
+_WORTH = 0.01  # of the run's time, that all phases in one direction take more or less
 _GROWS = "gradual_slowdown"
 _MOST_LOOKS = 3
+_EXPLAINS = 0.5  # share of what a phase takes longer or less that findings explain
 _PART = 0.02  # of the last steps: changes of a part below are not listed
-_SEVERITIES = ("low", "medium", "high")
 
 Floats = NDArray[np.float64]
 
 
-def over_the_run(
-    report: Report, stretch: Stretch, phases: Sequence[Span], last: StretchSummary, others: Sequence[StretchSummary]
-) -> Report:
-    """Return the report on the last steps with findings on the whole run, by summaries of them and of all others.
-
-    `phases` are as of `phases_of`.
-    """
-    history = report.history
-    assert history
-    every = [*others, last]
-    missing = [one for one in others if not one.analyzed and one.why]
+def looks_at(phases: Sequence[Span], read: Span, last: StretchSummary, others: Sequence[StretchSummary]) -> list[Look]:
+    """Return what the stretches of the phases show that differ most from the steps that were read, in their order."""
     looks = [_look(phase, last, others) for phase in phases[:_MOST_LOOKS]]
-    rest = Counter(_is_longer(phase, history) for phase in phases[_MOST_LOOKS:])
-    looks = [replace(look, others=rest.pop(_is_longer(look.phase, history), 0)) for look in looks]
-    findings = tuple(sorted((*_together(every), *_growth(stretch, every)), key=lambda one: -one.lost_ns_total))
-    history = replace(
-        history,
-        analyzed=sum(one.last - one.first + 1 for one in every if one not in missing),
-        stretches=len(every) - len(missing),
-        findings=findings,
-        looks=tuple(sorted(looks, key=lambda look: look.phase.first)),
-    )
-    if looks:
-        sentence = _of_phase(looks[0], history.read)
-    else:
-        elsewhere = (one for one in findings if not _is_of(one, last))
-        sentence = next(map(_of_finding, elsewhere), "") or _of_none(history)
-    all_read = not (missing or history.kept)
-    gaps = [gap for gap in report.gaps if gap.table != "*" or gap.why != stretch.said or not all_read]
-    gaps += [Gap(table="*", rank=None, node=None, count=None, why=_not_analyzed(one)) for one in missing]
-    return replace(
-        report, verdict=joined(" ", filter(None, (report.verdict, sentence))), history=history, gaps=tuple(gaps)
-    )
+    rest = Counter(phase.median_ns > read.median_ns for phase in phases[_MOST_LOOKS:])
+    return [replace(look, others=rest.pop(look.phase.median_ns > read.median_ns, 0)) for look in looks]
 
 
-def _not_analyzed(one: StretchSummary) -> str:
-    return text("steps {steps} were not analyzed: {why}", steps=ranges(range(one.first, one.last + 1)), why=one.why)
+def sentence(history: History, findings: Sequence[Finding]) -> str:
+    """Return the verdict's sentence on the phase that differs most, unless it is `findings` that make it differ."""
+    read = history.read
+    open_looks = [look for look in history.looks if not _is_explained(look.phase, read, findings)]
+    if not open_looks:
+        return ""
+    look = max(open_looks, key=lambda one: abs(one.phase.median_ns - read.median_ns) * len(_steps(one.phase)))
+    more = look.phase.median_ns / read.median_ns - 1
+    what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
+    steps = ranges(_steps(look.phase))
+    if look.others:
+        steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
+    because = text(": {what}", what=what) if what else ""
+    said = {"steps": steps, "share": percent(abs(more)), "last": ranges(_steps(read)), "because": because}
+    if more > 0:
+        return text("Steps {steps} took {share} longer than steps {last}{because}.", **said)
+    return text("Steps {steps} took {share} less than steps {last}{because}.", **said)
 
 
-def _is_longer(phase: Span, history: History) -> bool:
-    return phase.median_ns > history.read.median_ns
+def _steps(span: Span) -> range:
+    return range(span.first, span.last + 1)
 
 
-def _is_of(one: RunFinding, summary: StretchSummary) -> bool:
-    return any((one.detector, one.ranks) == (found.detector, found.ranks) for found in summary.findings)
+def _is_explained(phase: Span, read: Span, findings: Sequence[Finding]) -> bool:
+    """Say whether findings cost so much more in the phase than in the steps that were read, or less, as it differs."""
+    more_ns = 0.0
+    for finding in findings:
+        if finding.steps and finding.caused_by is None:
+            acts = np.array(finding.steps)
+            in_phase, in_read = (
+                np.count_nonzero((acts >= span.first) & (acts <= span.last)) / len(_steps(span))
+                for span in (phase, read)
+            )
+            more_ns += (in_phase - in_read) * finding.lost_ns_total / len(acts)
+    differs_ns = phase.median_ns - read.median_ns
+    return bool(more_ns * np.sign(differs_ns) >= _EXPLAINS * abs(differs_ns))
 
 
-def _together(every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
-    """Root causes over all stretches, those that cost at least a hundredth of their time; the costliest first."""
-    run_ns = sum(one.analyzed * one.step_ns for one in every)
-    found: dict[tuple[object, ...], list[tuple[StretchSummary, StretchFinding]]] = {}
-    for summary in every:
-        for one in summary.findings:
-            found.setdefault((one.detector, one.ranks, one.nodes, one.groups), []).append((summary, one))
-    lost = {key: sum(one.lost_ns_total for _, one in of) for key, of in found.items()}
-    for key in sorted(found, key=lambda key: -lost[key]):
-        if lost[key] < _WORTH * run_ns:
-            return
-        of = found[key]
-        _, worst = max(of, key=lambda one: one[1].lost_ns_total)
-        errors = np.array([one.uncertainty_ns * float(summary.analyzed) for summary, one in of])
-        yield RunFinding(
-            detector=worst.detector,
-            severity=max((one.severity for _, one in of), key=_SEVERITIES.index),
-            confidence=min(one.confidence for _, one in of),  # "confirmed" where it is so anywhere
-            title=worst.title,
-            ranks=worst.ranks,
-            nodes=worst.nodes,
-            groups=worst.groups,
-            steps=(of[0][0].first, of[-1][0].last),
-            stretches=len(of),
-            lost_ns_total=lost[key],
-            lost_fraction=lost[key] / run_ns,
-            uncertainty_ns=round(float(np.sqrt(np.square(errors).sum()))),
-        )
-
-
-def _growth(stretch: Stretch, every: Sequence[StretchSummary]) -> Iterator[RunFinding]:
-    """Yield steps that become longer throughout the run, by too little to show in any stretch of it.
+def growth(stretch: Stretch, every: Sequence[StretchSummary]) -> list[Finding]:
+    """Return steps that become longer throughout the run, by too little to show in any stretch of it, as a finding.
 
     By those of the counted rank, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
     longer the mean step is than the first.
     """
     if any(found.detector == _GROWS for one in every for found in one.findings):
-        return
+        return []
     judged = stretch.counted.filter("judged")
     lengths = (judged["end_ns"] - judged["start_ns"]).to_numpy().astype(float)
     seen = gradual_slowdown.over_steps(lengths)
     if seen is None:
-        return
+        return []
     line, lost = seen
     share = lost.ns / float(lengths.mean())
-    yield RunFinding(
-        detector=_GROWS,
-        severity=severity(share),
-        confidence="likely",
-        title=gradual_slowdown.title_of(line, _grown(every, line.growth)),
-        ranks=(),
-        nodes=(),
-        groups=(),
-        steps=(0, len(stretch.counted) - 1),
-        stretches=len(every),
-        lost_ns_total=round(lost.ns * len(lengths)),
-        lost_fraction=share,
-        uncertainty_ns=round(lost.half_width_ns * len(lengths)),
-    )
+    where = _grown(every, line.growth)
+    return [
+        Finding(
+            detector=_GROWS,
+            severity=severity(share),
+            confidence="likely",
+            title=gradual_slowdown.title_of(line, where),
+            where=where,
+            advice=gradual_slowdown.ADVICE.get(where, gradual_slowdown.ADVICE["compute"]),
+            lost_ns_per_step=round(lost.ns),
+            lost_ns_total=round(lost.ns * len(lengths)),
+            lost_fraction=share,
+            uncertainty_ns=round(lost.half_width_ns),
+            gain_fraction=share,
+        )
+    ]
 
 
 def _grown(every: Sequence[StretchSummary], growth_ns: float) -> str:
@@ -160,36 +130,6 @@ def _grown(every: Sequence[StretchSummary], growth_ns: float) -> str:
     grown = {part: mean_ns(late, part) - mean_ns(early, part) for part in sorted(parts)}
     most = max(grown, key=lambda part: grown[part], default="wait")
     return most if grown.get(most, 0.0) >= growth_ns / 2 else "wait"
-
-
-def _of_phase(look: Look, read: Span) -> str:
-    """Return the verdict's sentence on the phase that differs most."""
-    more = look.phase.median_ns / read.median_ns - 1
-    what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
-    steps = ranges(range(look.phase.first, look.phase.last + 1))
-    if look.others:
-        steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
-    said = {"steps": steps, "share": percent(abs(more))}
-    because = text(": {what}", what=what) if what else ""
-    if more > 0:
-        return text("Steps {steps} took {share} longer than these{because}.", because=because, **said)
-    return text("Steps {steps} took {share} less than these{because}.", because=because, **said)
-
-
-def _of_finding(found: RunFinding) -> str:
-    """Return the verdict's sentence on a root cause that the last steps do not have."""
-    steps = ranges(range(found.steps[0], found.steps[1] + 1))
-    share = percent(found.lost_fraction)
-    return text("Steps {steps}: {what} ({share} of the whole run).", steps=steps, what=found.title, share=share)
-
-
-def _of_none(history: History) -> str:
-    """Return the verdict's sentence if the other steps show nothing else."""
-    number = history.analyzed - (history.read.last - history.read.first + 1)
-    if not number:
-        return ""
-    others = counted(number, "other step")
-    return text("In the {others} that were analyzed nothing else was found.", others=others)
 
 
 def phases_of(stretch: Stretch, history: History) -> list[Span]:
@@ -246,7 +186,8 @@ def _look(phase: Span, last: StretchSummary, others: Sequence[StretchSummary]) -
     analyzed = [one for one in inside if one.analyzed]
     if not analyzed:
         return Look(phase=phase, why=next((one.why for one in inside if one.why), ""))
-    findings = {(one.detector, one.ranks): one for summary in analyzed for one in summary.findings}
+    roots = [one for summary in analyzed for one in summary.findings if one.caused_by is None]
+    findings = {(one.detector, one.ranks): one for one in roots}
     return Look(
         phase=phase,
         analyzed=sum(one.analyzed for one in analyzed),
@@ -277,6 +218,6 @@ def _changes(analyzed: Sequence[StretchSummary], last: StretchSummary) -> list[C
         error_ns = float(np.linalg.norm(share * [one.errors.get(part, 0) for one in analyzed]))
         change_ns = round(mean_ns) - last.parts.get(part, 0)
         uncertainty_ns = error_of_change(error_ns, last.errors.get(part, 0.0))
-        if uncertainty_ns is not None and abs(change_ns) > max(uncertainty_ns, _PART * last.step_ns):
+        if uncertainty_ns is not None and abs(change_ns) > max(uncertainty_ns, _PART * last.mean_ns):
             changes.append(Change(part=part, ns=change_ns))
     return sorted(changes, key=lambda change: (-abs(change.ns), change.part))

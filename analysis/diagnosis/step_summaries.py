@@ -1,11 +1,12 @@
 """Every step of every rank of a long run: its length and its parts, kept in the run's folder as Arrow files.
 
 `RUN/summary/steps-FIRST-LAST.arrow` has the steps of one stretch (`docs/tables.md`). It is used for the run and
-by the code that it was made of, and may be deleted.
+by the code that it was made of, and may be deleted. Where the folder cannot be written to, the file's bytes are held.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -56,9 +57,9 @@ _NONE = pl.DataFrame(pl.from_arrow(_SCHEMA.empty_table()))
 
 @dataclass(frozen=True, slots=True)
 class StepSummaries:
-    """The steps that are kept of a run: a file for each stretch, by its first and last step, in order."""
+    """The steps of a run: a file for each stretch, or its bytes, by its first and last step, in order."""
 
-    files: Mapping[tuple[int, int], Path]
+    files: Mapping[tuple[int, int], Path | bytes]
 
     def read(self, *columns: str, since: int = 0) -> pl.DataFrame:
         """Return these columns, `step` among them, of the steps from `since` on, as far as files can be read."""
@@ -95,8 +96,8 @@ def step_summaries(timeline: Timeline) -> pl.DataFrame:
     ).cast(_NONE.schema)
 
 
-def keep_steps(run: Path, of: str, stretch: tuple[int, int], timeline: Timeline) -> None:
-    """Keep the steps of a stretch in the run's folder; one that cannot be written to stays as it is."""
+def keep_steps(run: Path, of: str, stretch: tuple[int, int], timeline: Timeline) -> bytes:
+    """Keep the steps of a stretch in the run's folder; return the file's bytes if that cannot be written to."""
     table = step_summaries(timeline).to_arrow().replace_schema_metadata({_MADE_OF: of})
     options = ipc.IpcWriteOptions(compression="zstd")
     first, last = stretch
@@ -105,7 +106,11 @@ def keep_steps(run: Path, of: str, stretch: tuple[int, int], timeline: Timeline)
         with ipc.new_file(out, table.schema, options=options) as writer:
             writer.write_table(table)
 
-    keep_file(run, f"steps-{first}-{last}.arrow", write)
+    if keep_file(run, f"steps-{first}-{last}.arrow", write):
+        return b""
+    held = io.BytesIO()
+    write(held)
+    return held.getvalue()
 
 
 def kept_steps(run: Path, of: str) -> StepSummaries | None:
@@ -142,11 +147,12 @@ def _made_of(file: Path) -> str | None:
         return None  # gone, torn, or another's
 
 
-def _read(file: Path, columns: Sequence[str]) -> pl.DataFrame | None:
+def _read(file: Path | bytes, columns: Sequence[str]) -> pl.DataFrame | None:
     """Return these columns; None: the file is gone, or torn."""
     fields = [_SCHEMA.get_field_index(name) for name in columns]
     try:
-        table = ipc.open_file(pa.memory_map(str(file)), options=ipc.IpcReadOptions(included_fields=fields)).read_all()
+        source = pa.py_buffer(file) if isinstance(file, bytes) else pa.memory_map(str(file))
+        table = ipc.open_file(source, options=ipc.IpcReadOptions(included_fields=fields)).read_all()
         table.validate(full=True)
         return pl.DataFrame(pl.from_arrow(table)).select(columns)
     except (OSError, pa.ArrowException):

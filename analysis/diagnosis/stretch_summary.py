@@ -1,4 +1,4 @@
-"""Summary of a stretch of a long run, in some hundred bytes."""
+"""Summary of a stretch of a long run, in some kilobytes."""
 
 from __future__ import annotations
 
@@ -7,45 +7,51 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["StretchFinding", "StretchSummaries", "StretchSummary"]
+from rankscope.analysis.model.finding import Finding, Healthy, Loss, NotChecked, StepSummary
+
+__all__ = ["StretchSummaries", "StretchSummary"]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StretchFinding:
-    """A root cause in a stretch; ns are those of `Finding`."""
-
-    detector: str
-    severity: str
-    confidence: str
-    title: str
-    ranks: tuple[_Count, ...]
-    nodes: tuple[_Count, ...]
-    groups: tuple[str, ...]
-    lost_ns_total: _Count
-    uncertainty_ns: _Count  # of a step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StretchSummary:
-    """Steps `first` to `last` of a run: the mean of those analyzed, its parts (over ranks), and root causes.
+    """Steps `first` to `last` of a run: what a report on them alone would say of them.
 
-    `errors` are 95 % half widths of the parts, ns; empty with too few steps. Where nothing was analyzed, `why` says so.
+    `parts` are those of the mean step, over ranks; `errors` their 95 % half widths, ns, empty with too few steps. Where
+    nothing was analyzed, `steps` is None, and `why` says why.
     One that is kept has `begin_ns`, when its first step began on the counted rank, and the fingerprint of the `files`
-    that it was made of; none where these could not change it any more, although the job went on.
+    that it was made of; none where these could not change it any more, although the job went on. `steps_file` has the
+    steps of its ranks where the run's folder cannot keep them.
     """
 
     first: _Count
     last: _Count
-    analyzed: _Count = 0
-    step_ns: _Count = 0
+    steps: StepSummary | None = None
     parts: dict[str, _Count] = field(default_factory=dict)
     errors: dict[str, _Count] = field(default_factory=dict)
-    findings: tuple[StretchFinding, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    healthy: tuple[Healthy, ...] = ()
+    not_checked: tuple[NotChecked, ...] = ()
+    losses: tuple[Loss, ...] = ()
     why: str = ""
     begin_ns: int = 0
     files: str = ""
+    steps_file: bytes = b""
+
+    @property
+    def analyzed(self) -> int:
+        """How many of its steps were."""
+        return self.steps.count if self.steps else 0
+
+    @property
+    def mean_ns(self) -> int:
+        return (self.steps.mean_ns or 0) if self.steps else 0
+
+    @property
+    def time_ns(self) -> int:
+        """What those that were analyzed took, on a rank."""
+        return self.analyzed * self.mean_ns
 
 
 @dataclass(frozen=True, slots=True)

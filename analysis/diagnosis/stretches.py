@@ -15,25 +15,30 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
+from rankscope.analysis.diagnosis.analyzed_steps import analyzed_steps
+from rankscope.analysis.diagnosis.conclude import Concluded, losses_in, with_places
+from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.run_phases import growth, looks_at, phases_of
 from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
-from rankscope.analysis.diagnosis.stretch_summary import StretchFinding, StretchSummaries, StretchSummary
-from rankscope.analysis.diagnosis.summary import mean_step
+from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries, StretchSummary
+from rankscope.analysis.diagnosis.summary import mean_step, pipeline_of
+from rankscope.analysis.diagnosis.whole_report import whole_report
 from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.metrics.step_matrix import part_errors
 from rankscope.analysis.model.address import Address, address_of
-from rankscope.analysis.model.finding import Report, Span
+from rankscope.analysis.model.finding import Finding, Gap, Loss, Report, Span
 from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
 from rankscope.analysis.runs.memory_budget import bytes_of_rows, readable_share
-from rankscope.analysis.runs.step_range import FEWEST, final_steps
+from rankscope.analysis.runs.step_range import FEWEST, Stretch, final_steps
 from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.units import ranges
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.errors import BadInput
 
@@ -57,23 +62,23 @@ class OverAll:
     steps: StepSummaries | None = None
 
 
-def with_whole_run(trace: Trace, report: Report, timeline: Timeline, options: ReportOptions | None = None) -> OverAll:
+def with_whole_run(trace: Trace, last: Concluded, timeline: Timeline, options: ReportOptions | None = None) -> OverAll:
     """Return what `whole_run` does where the report on the last steps is there already."""
     with whole_run(trace, options) as over_all:
-        return over_all(report, timeline)
+        return over_all(last, timeline)
 
 
 @contextmanager
-def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Callable[[Report, Timeline], OverAll]]:
+def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Callable[[Concluded, Timeline], OverAll]]:
     """Begin to analyze the steps before those that are held of a long run, as far as other processes do it.
 
-    Yield what adds to the report on the last steps what the earlier ones show of the whole run. What still runs at the
-    end of the context is given up.
+    Yield what makes of the report on the last steps that on the whole run. What still runs at the end of the context
+    is given up.
     """
     stretch, folder = trace.stretch, trace.reader.folder
     history = stretch.history() if stretch else None
     if stretch is None or history is None or folder is None or stretch.asked:
-        yield lambda report, _: OverAll(report)
+        yield lambda last, _: OverAll(last.report)
         return
     phases = phases_of(stretch, history)
     all_bytes, steps = bytes_of_rows(folder), len(stretch.counted) - stretch.kept
@@ -88,12 +93,24 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
     cuts = [*before.evicted, *_cuts(range(begin, stretch.first), phases, length)]
     with _begun(trace, before, length, cuts, step_bytes, options) as found:
 
-        def over_all(report: Report, timeline: Timeline) -> OverAll:
-            keep_steps(before.run, before.of, held, timeline)
-            last, summaries = _summary(*held, report, timeline), found()
-            remove_other_steps(before.run, {held, *((one.first, one.last) for one in summaries if not one.why)})
-            report = over_the_run(report, stretch, phases, last, summaries)
-            return OverAll(report, not any(one.why for one in summaries), kept_steps(before.run, before.of))
+        def over_all(last: Concluded, timeline: Timeline) -> OverAll:
+            at_end = _summary(*held, last.judged, timeline, last.report.findings, last.report.losses)
+            at_end = replace(at_end, steps_file=keep_steps(before.run, before.of, held, timeline))
+            others = found()
+            every = [one for one in (*others, at_end) if not one.why]
+            remove_other_steps(before.run, {(one.first, one.last) for one in every})
+            in_folder = kept_steps(before.run, before.of)
+            files = {(one.first, one.last): one.steps_file for one in every if one.steps_file}
+            steps = StepSummaries(dict(sorted({**(in_folder.files if in_folder else {}), **files}.items())))
+            looks = looks_at(phases, history.read, at_end, others)
+            whole = replace(
+                history,
+                analyzed=sum(one.last - one.first + 1 for one in every),
+                stretches=len(every),
+                looks=tuple(sorted(looks, key=lambda look: look.phase.first)),
+            )
+            report = whole_report(last, whole, every, analyzed_steps(steps), growth(stretch, every))
+            return OverAll(replace(report, gaps=_gaps(report, stretch, others)), len(every) == len(others) + 1, steps)
 
         yield over_all
 
@@ -132,13 +149,15 @@ def summarize(
             trace = parts.pop(0)
             timeline = build_timeline(trace)
             judged = judge(trace, timeline, options, replays=False)
-            keep_steps(Path(address_of(list(paths)).folders[0]), of, (first, last), timeline)
+            steps_file = keep_steps(Path(address_of(list(paths)).folders[0]), of, (first, last), timeline)
         except BadInput as error:
             return StretchSummary(first=first, last=last, why=str(error))
         except Exception as error:  # the report on other steps is done, and must not be lost for this
             why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
             return StretchSummary(first=first, last=last, why=why)
-        return _summary(first, last, judged, timeline)
+        findings = with_places(judged.findings, code_of(timeline)) if judged.findings else ()
+        losses = losses_in(judged, pipeline_of(judged.tables["ops"]))
+        return replace(_summary(first, last, judged, timeline, findings, losses), steps_file=steps_file)
 
     found = [summary(first, last) for first, last in stretches]
     if shared:
@@ -179,6 +198,8 @@ class _Kept:
         stretch, folder = trace.stretch, trace.reader.folder
         assert stretch
         assert folder
+        steps = kept_steps(self.run, self.of)
+        files = steps.files if steps else {}
         self._begin_ns = stretch.counted["start_ns"].to_list()
         self._final = 0 if trace.has_ended else final_steps(folder, stretch.counted)
 
@@ -189,6 +210,7 @@ class _Kept:
             (one.first, one.last): one
             for one in held.stretches
             if [one.begin_ns] == self._begin_ns[one.first : one.first + 1]
+            and (one.first, one.last) in files
             and (one.files == self.files or (not one.files and (one.last < self._final or is_evicted(one))))
         }
         self.evicted = sorted(steps for steps, one in self.known.items() if not one.files and is_evicted(one))
@@ -198,6 +220,7 @@ class _Kept:
         marked = [
             replace(
                 one,
+                steps_file=b"",
                 begin_ns=self._begin_ns[one.first],
                 files="" if one.last < self._final or (one.first, one.last) in self.evicted else self.files,
             )
@@ -206,29 +229,45 @@ class _Kept:
         keep(self.run, _NAME, self.of, StretchSummaries(length, marked))
 
 
-def _summary(first: int, last: int, judged: Report | Judgement, timeline: Timeline) -> StretchSummary:
+def _summary(
+    first: int,
+    last: int,
+    judged: Judgement,
+    timeline: Timeline,
+    findings: tuple[Finding, ...],
+    losses: tuple[Loss, ...],
+) -> StretchSummary:
     breakdown = in_judged_steps(timeline.breakdown, timeline.steps)
     return StretchSummary(
         first=first,
         last=last,
-        analyzed=judged.steps.count,
-        step_ns=judged.steps.mean_ns or 0,
+        steps=judged.steps,
         parts=mean_step(breakdown),
         errors={part: round(ns) for part, ns in part_errors(breakdown).items()},
-        findings=tuple(
-            StretchFinding(
-                detector=finding.detector,
-                severity=finding.severity,
-                confidence=finding.confidence,
-                title=finding.title,
-                ranks=finding.ranks,
-                nodes=finding.nodes,
-                groups=finding.groups,
-                lost_ns_total=finding.lost_ns_total,
-                uncertainty_ns=finding.uncertainty_ns,
+        findings=findings,
+        healthy=tuple(judged.healthy),
+        not_checked=tuple(judged.not_checked),
+        losses=losses,
+    )
+
+
+def _gaps(report: Report, stretch: Stretch, others: Sequence[StretchSummary]) -> tuple[Gap, ...]:
+    """Return the report's gaps, and stretches that could not be analyzed; not, if all were, that some were not read."""
+    missing = [one for one in others if one.why]
+    said = [gap for gap in report.gaps if gap.table != "*" or gap.why != stretch.said or missing or stretch.kept]
+    return (
+        *said,
+        *(
+            Gap(
+                table="*",
+                rank=None,
+                node=None,
+                count=None,
+                why=text(
+                    "steps {steps} were not analyzed: {why}", steps=ranges(range(one.first, one.last + 1)), why=one.why
+                ),
             )
-            for finding in judged.findings
-            if not finding.caused_by
+            for one in missing
         ),
     )
 

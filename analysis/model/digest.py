@@ -18,7 +18,6 @@ from rankscope.analysis.model.finding import (
     Part,
     PathPart,
     Report,
-    RunFinding,
 )
 from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.model.parts import BLOCKED, PART_ORDER
@@ -204,13 +203,6 @@ def looks_of(report: Report) -> tuple[Look, ...]:
     return report.history.looks if report.history else ()
 
 
-def over_the_run(report: Report) -> tuple[RunFinding, ...]:
-    """Root causes of the whole run that are none of the steps which were judged."""
-    known = {(finding.detector, finding.ranks) for finding in report.findings}
-    found = report.history.findings if report.history else ()
-    return tuple(one for one in found if (one.detector, one.ranks) not in known)
-
-
 def is_healthy(report: Report) -> bool:
     """Say whether the tables show that little is lost, and in no phase of the run."""
     return status(report) == "green"
@@ -221,4 +213,4 @@ def status(report: Report) -> str:
 
     "green", "amber" or "red"; never green where other steps of the run show something else.
     """
-    return "amber" if report.status == "green" and (looks_of(report) or over_the_run(report)) else report.status
+    return "amber" if report.status == "green" and looks_of(report) else report.status

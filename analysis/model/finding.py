@@ -33,7 +33,6 @@ __all__ = [
     "PredictedFix",
     "Rate",
     "Report",
-    "RunFinding",
     "Span",
     "StepSummary",
     "Utilisation",
@@ -58,6 +57,7 @@ class Evidence:
     start_ns: int
     end_ns: int
     note: str = ""
+    steps: tuple[int, int] | None = None  # of a long run: these steps hold it, and are not held; RUN/steps=FIRST-LAST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,29 +217,6 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFinding:
-    """A root cause as it shows over a run that was analyzed in stretches: the sum of its findings in these.
-
-    Its title is that of the stretch in which it costs most; `steps` are the first and last of the stretches that have
-    it, of which there are `stretches`. `lost_fraction` is of the time of all analyzed steps of the run,
-    `uncertainty_ns` half the 95 % interval of `lost_ns_total`.
-    """
-
-    detector: str
-    severity: str  # the highest of its findings
-    confidence: str
-    title: str
-    ranks: tuple[int, ...]
-    nodes: tuple[int, ...]
-    groups: tuple[str, ...]
-    steps: tuple[int, int]
-    stretches: int
-    lost_ns_total: int
-    lost_fraction: float
-    uncertainty_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """All steps of a run of which only `read` are in the tables: lengths on one rank, by spans of as many steps each.
 
@@ -256,7 +233,6 @@ class History:
     spans: tuple[Span, ...]
     analyzed: int = 0  # 0: no more than what was read
     stretches: int = 0
-    findings: tuple[RunFinding, ...] = ()
     looks: tuple[Look, ...] = ()
 
 

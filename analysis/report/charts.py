@@ -57,6 +57,7 @@ def lengths_of_steps(report: Report) -> Drawn | None:
     caption = say("steps.chart" if len(step_ns) > 1 else "steps.chart.one")
     if per_point > 1:
         caption = labels.together(" ", (caption, say("steps.binned", per_point)))
+    caption = labels.together(" ", filter(None, (phrases.of_last(report), caption)))
     return Drawn(chart=line, caption=caption)
 
 
@@ -68,6 +69,7 @@ def strip_of_steps(report: Report) -> Drawn | None:
     median = statistics.median(ns for row in step_ns.values() for ns in row)
     strip, per_row, per_cell = svg.step_strip(step_ns, median, rows=_ROWS, points=_POINTS)
     caption = say("steps.strip.binned", per_row, per_cell) if per_row * per_cell > 1 else say("steps.strip")
+    caption = labels.together(" ", filter(None, (phrases.of_last(report), caption)))
     return Drawn(chart=strip, caption=caption)
 
 

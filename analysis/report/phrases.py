@@ -24,7 +24,6 @@ from rankscope.analysis.model.finding import (
     PhaseTime,
     PredictedFix,
     Report,
-    RunFinding,
     Span,
     Wait,
     Window,
@@ -62,6 +61,7 @@ __all__ = [
     "lead_line",
     "level",
     "no_finding",
+    "of_last",
     "one_or_many",
     "operator_row",
     "others_waited",
@@ -114,7 +114,6 @@ def phase_rows(phases: Sequence[PhaseTime]) -> list[tuple[str, ...]]:
 
 _COMPARED = 50  # steps suffice for small differences
 _PARTS = 3  # of a step, that say how another phase of the run differs
-_MOST_FINDINGS = 5  # over the whole run
 _CHANGED = 1.03  # a span of steps is that much longer than another
 _OWN_LABELS = frozenset({LEFT_LATE, BEGAN_LATE, *IDLE_LABELS})
 
@@ -165,17 +164,14 @@ def history_lines(report: Report) -> list[str]:
     if history is None:
         return []
     read, fast, slow = history.read, *(f(history.spans, key=lambda span: span.median_ns) for f in (min, max))
-    lines = [
-        say(
-            "history.read",
-            *(ranges(range(read.first, read.last + 1)), history.count, history.rank, duration(read.median_ns)),
-            duration(history.median_ns),
-        ),
-        say("history.analyzed", history.analyzed, history.count, history.stretches)
-        if history.analyzed
-        else say("history.recent"),
-        *(_over_the_run(found, history) for found in history.findings[:_MOST_FINDINGS]),
-    ]
+    held, medians = _held(history), (duration(read.median_ns), duration(history.median_ns))
+    if history.analyzed:
+        lines = [
+            say("history.analyzed", history.analyzed, history.count, history.stretches),
+            say("history.held", held, history.rank, *medians),
+        ]
+    else:
+        lines = [say("history.read", held, history.count, history.rank, *medians), say("history.recent")]
     if slow.median_ns >= _CHANGED * fast.median_ns:
         ends = ((duration(span.median_ns), named("step", range(span.first, span.last + 1))) for span in (fast, slow))
         lines.append(say("history.changed", *(said for end in ends for said in end)))
@@ -191,12 +187,14 @@ def history_lines(report: Report) -> list[str]:
     return lines
 
 
-def _over_the_run(found: RunFinding, history: History) -> str:
-    """Return the cost of a root cause over the whole run, and its steps."""
-    steps = ranges(range(found.steps[0], found.steps[1] + 1))
-    lost = duration_with_error(found.lost_ns_total, found.uncertainty_ns)
-    share = percent(found.lost_fraction)
-    return say("history.finding", found.title, share, lost, found.stretches, history.stretches, steps)
+def _held(history: History) -> str:
+    return ranges(range(history.read.first, history.read.last + 1))
+
+
+def of_last(report: Report) -> str:
+    """Say of a long run that something is of its last steps only."""
+    history = report.history
+    return say("history.of_last", _held(history)) if history and history.analyzed else ""
 
 
 def _looked(look: Look, read: Span) -> str:
@@ -305,10 +303,11 @@ def gain(report: Report, finding: Finding) -> str:
     predicted = say("finding.gain.value", percent(finding.gain_fraction), time)
     if not finding.fix or not report.fidelity:
         return predicted
-    more = next((fix.gain_ns for fix in report.fixes if fix.fix == finding.fix and _fixes_more(fix)), None)
+    fixes = () if of_last(report) else report.fixes
+    more = next((fix.gain_ns for fix in fixes if fix.fix == finding.fix and _fixes_more(fix)), None)
     if more is not None:
         return predicted + say("finding.gain.more", finding.fix, duration(more))
-    for both in report.fixes if finding.gain_fraction < finding.lost_fraction else ():
+    for both in fixes if finding.gain_fraction < finding.lost_fraction else ():
         others = [fix for fix in both.fixes if fix != finding.fix]
         if 0 < len(others) < len(both.fixes):
             said = percent(both.gain_fraction), duration(both.gain_ns), " + ".join(others)
@@ -399,7 +398,8 @@ def evidence(seen: Evidence) -> str:
         () if seen.node is None else (seen.node,),
     )
     when = say("finding.evidence.at", f"{seen.start_ns / 1e9:.6f}", duration(seen.end_ns - seen.start_ns))
-    return together(", ", (text for text in (seen.table, concerned, when, seen.note) if text))
+    there = say("finding.evidence.elsewhere", *seen.steps) if seen.steps else ""
+    return together(", ", (text for text in (seen.table, concerned, when, seen.note, there) if text))
 
 
 def gap_extent(group: GapGroup) -> str:

@@ -6,7 +6,7 @@ Every fact has its words, its digits and its place here, once. What a form leave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rankscope.analysis.model import digest
 from rankscope.analysis.model.finding import Finding, Report
@@ -21,6 +21,8 @@ __all__ = ["COST", "Column", "Fact", "FindingView", "Section", "ShownTable", "Vi
 COST = "finding.cost"
 _SHOWN_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
 _EVIDENCE = 4
+# Sections that need single operations: of a long run they are of the last steps.
+_OF_LAST = ("fixes", "code", "waits", "path", "pipeline", "device", "groups", "phases")
 _METHODS = ("parts", "wait", "cost", "gain", "silence")
 
 
@@ -116,6 +118,11 @@ def view_of(report: Report) -> View:
         *_clocks(report),
         Section(key="method", title=say("method"), lines=tuple(say(f"method.{key}") for key in _METHODS)),
         _environment(report),
+    )
+    of_last = phrases.of_last(report)
+    sections = tuple(
+        replace(one, means=together(" ", filter(None, (of_last, one.means)))) if one.key in _OF_LAST else one
+        for one in sections
     )
     return View(
         report=report,

@@ -117,12 +117,18 @@ def _picture(split: digest.Breakdown, finding: Finding) -> Children:
 
 
 def _evidence(run: str, evidence: Sequence[Evidence]) -> list[Children]:
-    """Links to the moments in the timeline, each with rank and time if others would have the same name."""
+    """Links to the moments in the timeline, each with rank and time if others would have the same name.
+
+    Of steps that the timeline does not hold the moment, and how to open them.
+    """
     names = [_name(seen) for seen in evidence]
     links = []
     for name, seen in zip(names, evidence, strict=True):
         where = {"t0": seen.start_ns, "t1": seen.end_ns} | ({} if seen.rank is None else {"rank": seen.rank})
         whole = phrases.evidence(seen)
+        if seen.steps:
+            links.append(quiet(whole))
+            continue
         shown = text("Show: {what}", what=name if names.count(name) == 1 else whole)
         links.append(dcc.Link(shown, href=address("timeline", run, **where), title=whole, className="button"))
     return links

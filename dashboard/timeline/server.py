@@ -132,6 +132,7 @@ def _marks(report: Report | None, scene: Scene) -> dict[str, Any]:
         }
         for number, finding in enumerate(report.findings)
         for evidence in finding.evidence
+        if evidence.steps is None
     ]
     findings = [
         {

@@ -45,7 +45,7 @@ def command(
     with shown():
         trace = Trace.open(run)
         timeline = build_timeline(trace)
-        report = report_on(trace, timeline)
+        report = report_on(trace, timeline).report
     gaps = apply_clocks(trace.table("gaps").collect(), timeline.clocks)
     unfinished = file.with_name(f"{file.name}.part")
     try:

@@ -11,8 +11,9 @@ import pytest
 
 from rankscope.analysis.compare.gate import gate
 from rankscope.analysis.diagnosis.diagnose import diagnose
-from rankscope.analysis.diagnosis.run_phases import over_the_run, phases_of
+from rankscope.analysis.diagnosis.run_phases import looks_at, phases_of, sentence
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
+from rankscope.analysis.model.finding import StepSummary
 from rankscope.analysis.model.tables import schema_of
 from rankscope.analysis.report import html, json_form, terminal
 from rankscope.analysis.runs import memory_budget
@@ -59,17 +60,17 @@ def slower_since(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_were_read(slow_for_a_while):
+def test_a_rank_that_was_slow_for_a_while_is_named_though_other_steps_are_held(slow_for_a_while):
+    """The phase needs no sentence of its own: its rank is the headline."""
     report = slow_for_a_while
-    assert report.findings == ()
     (look,) = report.history.looks
     assert (look.phase.first, look.phase.last) == (FROM, UNTIL - 1)
     assert look.phase.median_ns == pytest.approx(1.46 * report.history.read.median_ns, rel=0.03)
     assert [(found.detector, found.title.split(":")[0]) for found in look.findings] == [
         ("slow_rank", f"Rank {SLOW} is slow")
     ]
-    assert "; this is of steps 600-799 of 800. Steps 200-299 took " in report.verdict
-    assert report.verdict.endswith(f" longer than these: {look.findings[0].title}.")
+    assert report.verdict.startswith(f"{look.findings[0].title} (in steps 200-299) (it costs ")
+    assert report.verdict.endswith(" step); 7 ranks wait for it.")
 
 
 @pytest.mark.long
@@ -79,9 +80,9 @@ def test_a_slowdown_of_all_ranks_is_reported_with_the_part_that_grew(slower_sinc
     assert (look.phase.first, look.phase.last) == (0, 399)
     assert look.findings == ()
     assert look.changes[0].part == "compute"
-    compute_ns = np.mean([part.ns_per_step for part in slower_since.breakdown if part.part == "compute"])
-    assert look.changes[0].ns == pytest.approx(compute_ns * (1 / 1.2 - 1), rel=0.1)
-    assert "Steps 0-399 took 16.3 % less than these: compute -2" in slower_since.verdict
+    compute_ns = np.mean([part.ns_per_step for part in slower_since.breakdown if part.part == "compute"])  # 122 of it
+    assert look.changes[0].ns == pytest.approx(compute_ns * (1 / 1.2 - 1) * 133 / 122, rel=0.1)
+    assert "Steps 0-399 took 16.3 % less than steps 600-799: compute -2" in slower_since.verdict
 
 
 def test_every_form_of_the_report_says_it(slow_for_a_while):
@@ -96,8 +97,9 @@ def test_every_form_of_the_report_says_it(slow_for_a_while):
 
 def test_a_gate_does_not_let_such_a_run_pass(slow_for_a_while, slower_since):
     (failure,) = gate(slow_for_a_while).failures
-    assert failure.startswith("steps 200-299: Rank 5 is slow")
-    assert gate(slow_for_a_while, severity="high").failures == (failure,)
+    assert failure.startswith("Rank 5 is slow")
+    assert failure.endswith(" (in steps 200-299) (slow rank, medium, 5.5 % of the step)")
+    assert gate(slow_for_a_while, severity="high").failures == ()
     assert gate(slower_since).failures == ()
     assert gate(slower_since).unseen[0].startswith("why steps 0-399 take 129 ms")
 
@@ -106,8 +108,10 @@ def test_every_step_of_the_run_is_analyzed(slow_for_a_while):
     """Rank 5's 100 steps of 190 ms lose 60 ms each: 5 % of the run's 110 s."""
     history = slow_for_a_while.history
     assert (history.analyzed, history.stretches) == (STEPS, 5)
-    (found,) = history.findings
-    assert (found.detector, found.ranks, found.steps, found.stretches) == ("slow_rank", (SLOW,), (FROM, UNTIL - 1), 1)
+    (found,) = slow_for_a_while.findings
+    assert (found.detector, found.ranks, found.steps) == ("slow_rank", (SLOW,), tuple(range(FROM, UNTIL)))
+    assert found.lost_ns_per_step == pytest.approx(found.lost_ns_total / slow_for_a_while.steps.count, abs=1)
+    assert all(seen.steps == (FROM, UNTIL - 1) for seen in found.evidence)  # where to open it
     assert found.lost_ns_total == pytest.approx(100 * 60e6, rel=0.1)
     assert found.lost_fraction == pytest.approx(0.054, rel=0.1)
     assert not any("were read" in gap.why for gap in slow_for_a_while.gaps)
@@ -118,9 +122,9 @@ def test_a_healthy_run_has_no_phases(tmp_path):
     report = judged(recorded(tmp_path / "run", np.ones((STEPS, 8))), 0.25)
     assert report.history.count == STEPS
     assert report.history.looks == ()
-    assert report.history.findings == ()
-    assert "; this is of steps 600-799 of 800. In the 600 other steps " in report.verdict
-    assert report.verdict.endswith("nothing else was found.")
+    assert report.findings == ()
+    assert f" of the step in {STEPS - 2} analyzed steps of 8 ranks." in report.verdict
+    assert report.status == "green"
 
 
 def stretch_of(lengths: np.ndarray, read: int) -> Stretch:
@@ -166,17 +170,17 @@ def test_scatter_alone_is_no_phase():
         assert phases(np.random.default_rng(seed).normal(100, 30, 60_000).clip(30), 5000) == []
 
 
-def test_others_of_the_kind_are_counted(slow_for_a_while):
+def test_others_of_the_kind_are_counted():
     """A report of 200 steps has room for three looks, and the run for five phases."""
     rng = np.random.default_rng(1)
     lengths = rng.normal(100, 2, 6000)
     for number in range(5):
         lengths[1000 + number * 800 :][:200] *= 1.5
     stretch = stretch_of(lengths, 200)
-    report = replace(slow_for_a_while, verdict="Read.", history=stretch.history())
-    last = StretchSummary(first=5800, last=5999, analyzed=200, step_ns=100_000_000)
-    looked = over_the_run(report, stretch, phases_of(stretch, report.history), last, [])
-    assert sorted(look.others for look in looked.history.looks) == [0, 0, 2]
-    assert re.search(
-        r"^Read. Steps \d+-\d+, and 2 other phases, took (49|50)\.\d % longer than these.$", looked.verdict
-    )
+    history = stretch.history()
+    of_last = StepSummary(count=200, warmup=0, outliers=0, mean_ns=100_000_000, median_ns=None, p90_ns=None, source="")
+    last = StretchSummary(first=5800, last=5999, steps=of_last)
+    looks = looks_at(phases_of(stretch, history), history.read, last, [])
+    assert sorted(look.others for look in looks) == [0, 0, 2]
+    said = sentence(replace(history, looks=tuple(looks)), [])
+    assert re.search(r"^Steps \d+-\d+, and 2 other phases, took (49|50)\.\d % longer than steps 5800-5999.$", said)

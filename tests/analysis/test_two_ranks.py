@@ -28,7 +28,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[RankSide, RankSide]
     can.slowness = can.slowness * np.where(np.arange(4) == 2, 1.5, 1.0)
     trace = Trace.open(write(run(JOB, can), tmp_path_factory.mktemp("two") / "slow"))
     timeline = build_timeline(trace)
-    report = report_on(trace, timeline)
+    report = report_on(trace, timeline).report
     usual = two_ranks.median_rank(report, but=2)
     assert usual in (0, 1, 3)
     a, b = (RankSide(rank=rank, report=report, timeline=timeline) for rank in (usual, 2))

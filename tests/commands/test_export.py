@@ -201,7 +201,7 @@ def test_arrows_lead_from_the_last_rank_to_the_others_of_the_same_operation(open
 
 
 def test_findings_have_cost_and_gain_and_what_was_not_checked_is_there(late, opened):
-    report = report_on(Trace.open(late), build_timeline(Trace.open(late)))
+    report = report_on(Trace.open(late), build_timeline(Trace.open(late))).report
     by_track = defaultdict(list)
     for one in opened.of("job"):
         by_track[one["track"]].append(one)
@@ -322,7 +322,7 @@ def test_what_makes_no_sense_is_refused_in_one_line_and_leaves_no_file(late, tmp
 def test_more_events_than_a_browser_opens_are_refused_with_what_to_choose(late):
     trace = Trace.open(late)
     timeline = build_timeline(trace)
-    report = report_on(trace, timeline)
+    report = report_on(trace, timeline).report
     file = io.BytesIO()
     with pytest.raises(NotExportable, match=r"^\d+ events .* 50 .* fewer with --ranks 0-7 or --steps 100-110"):
         perfetto.write(timeline, timeline, report, trace.table("gaps").collect(), file, most=50)
