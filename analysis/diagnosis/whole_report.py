@@ -181,9 +181,7 @@ def _checks(every: Sequence[StretchSummary], found: Container[str]) -> tuple[lis
     The detection limit is that of the mean step: where a check was not made all may be lost. How the job ended, which
     is no matter of speed, only the last stretch shows.
     """
-    answers: list[dict[str, Healthy | NotChecked]] = [
-        {check.detector: check for check in (*one.healthy, *one.not_checked)} for one in every
-    ]
+    answers = [_answers(one) for one in every]
     healthy, not_checked = [], []
     for detector in dict.fromkeys(chain(*answers)):
         if detector in found:
@@ -198,6 +196,11 @@ def _checks(every: Sequence[StretchSummary], found: Container[str]) -> tuple[lis
             limit_ns = round(sum(limits_ns) / count) if limits_ns and count else None
             healthy.append(Healthy(detector=detector, resolution_ns=limit_ns))
     return healthy, not_checked
+
+
+def _answers(one: StretchSummary) -> dict[str, Healthy | NotChecked]:
+    checks: tuple[Healthy | NotChecked, ...] = (*one.healthy, *one.not_checked)
+    return {check.detector: check for check in checks}
 
 
 def _limit_ns(one: StretchSummary, check: Healthy | NotChecked | None, detector: str) -> int | None:
