@@ -26,4 +26,5 @@ class Run:
     tables: dict[str, pl.DataFrame]  # for the page of tables: those of the timeline, and the trace's others
     running: bool
     read_at: float  # unix time
+    pending: bool = False  # of a long run: the other steps are being analyzed
     steps: StepSummaries | None = None  # of a long run those of all stretches that are analyzed

@@ -175,13 +175,14 @@ class State:
                     running=running,
                     read_at=time.time(),
                     steps=steps_of(trace, options) if known else None,
+                    pending=last is not None and trace.stretch is not None and not trace.stretch.asked,
                 )
                 if self._progress[key].run is None:
                     self._set(key, run=run)  # the verdict does not wait for the lanes, nor for other steps
                 if last:
                     whole = with_whole_run(trace, last, timeline, options)
-                    if whole.report is not report:
-                        run = replace(run, report=whole.report, steps=whole.steps)
+                    if run.pending:
+                        run = replace(run, report=whole.report, steps=whole.steps, pending=False)
                     if whole.is_complete and trace.has_ended:
                         place.keep(whole.report)
                 self._set(key, scene=scene.result())

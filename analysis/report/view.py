@@ -22,7 +22,7 @@ COST = "finding.cost"
 _SHOWN_ROWS = 16  # of ranks or nodes; longer tables keep the extremes
 _EVIDENCE = 4
 # Sections that need single operations: of a long run they are of the last steps.
-_OF_LAST = ("fixes", "code", "waits", "path", "pipeline", "device", "groups", "phases")
+_OF_LAST = ("fixes", "code", "waits", "blames", "path", "pipeline", "device", "groups", "phases")
 _METHODS = ("parts", "wait", "cost", "gain", "silence")
 
 

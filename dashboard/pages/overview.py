@@ -27,17 +27,20 @@ _LISTS = {"path": "critical_path"}  # section -> list of the report, where they 
 
 
 def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
-    return of_report(run.report, run.key)
+    return of_report(run.report, run.key, pending=run.pending)
 
 
-def of_report(report: Report, run: str) -> Children:
-    """Return the page of the run with this key; nothing but its report is needed."""
+def of_report(report: Report, run: str, *, pending: bool = False) -> Children:
+    """Return the page of the run with this key; nothing but its report is needed.
+
+    `pending`: its other steps are being analyzed.
+    """
     view = view_of(report)
     split = digest.breakdown(report.breakdown)
     findings = card(say("findings"), *_findings(run, view, split))
     return html.Div(
         [
-            _verdict(view),
+            _verdict(view, pending=pending),
             findings
             if report.states
             else html.Div([findings, card(say("time"), *_time(run, view, split))], className="columns"),
@@ -53,18 +56,20 @@ def of_report(report: Report, run: str) -> Children:
     )
 
 
-def _verdict(view: View) -> Children:
+def _verdict(view: View, *, pending: bool) -> Children:
+    soon = text("The other steps are being analyzed; this page is renewed when they are.") if pending else ""
+    history = [line for line in view.history if not (pending and line == say("history.recent"))]
     return html.Div(
         [
             html.Div(
                 [
                     html.H1(view.report.verdict.replace(" %", "\u00a0%")),
                     facts(*facts_with_rate(view)),
-                    *(quiet(line) for line in view.history),
+                    *(quiet(line) for line in history),
                 ],
                 className=f"verdict {view.status}",
             ),
-            html.P(view.warning, className="warning") if view.warning else None,
+            *(html.P(said, className="warning") for said in (view.warning, soon) if said),
         ]
     )
 
