@@ -39,6 +39,7 @@ from rankscope.dashboard.page_kit import (
     run_in_language,
     with_choice,
 )
+from rankscope.dashboard.run import Run
 from rankscope.dashboard.script_texts import words
 from rankscope.dashboard.state import STAGES, Progress
 from rankscope.dashboard.state import State as Runs
@@ -285,17 +286,33 @@ def _navigation(current: str, run: str, opened: int) -> list[Any]:
 
 
 def _run_names(runs: Runs, page: str, current: str) -> Children:
-    """Return the name of the run, or links to all of them; and the ranks of the one that is shown, for the palette."""
+    """Return the name of the run, or links to all of them, and which steps of a long one its tables hold.
+
+    And the ranks of the one that is shown, for the palette.
+    """
     run = runs.progress(current).run
     known: dict[str, Any] = {"data-ranks": units.ranges(run.timeline.ranks["rank"]) if run else ""}
     if len(runs.keys) == 1:
         name = runs.progress("").name
-        return html.Span(name, className="run-name", title=name, **known)
+        return [html.Span(name, className="run-name", title=name, **known), _held(run)]
     links = [
         dcc.Link(runs.progress(key).name, href=address(page, key), className=f"run-name{' on' * (key == current)}")
         for key in runs.keys
     ]
-    return html.Div(links, className="run-names", **known)
+    return [html.Div(links, className="run-names", **known), _held(run)]
+
+
+def _held(run: Run | None) -> Children:
+    history = run.report.history if run else None
+    if history is None:
+        return None
+    said = text(
+        "tables of steps {first}-{last} of {count}",
+        first=history.read.first,
+        last=history.read.last,
+        count=history.count,
+    )
+    return html.Span(spoken(said), className="quiet")
 
 
 def _loading(progress: Progress) -> Children:
