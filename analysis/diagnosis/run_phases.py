@@ -71,24 +71,29 @@ def _steps(span: Span) -> range:
 
 def _is_explained(phase: Span, read: Span, findings: Sequence[Finding]) -> bool:
     """Say whether findings cost so much more in the phase than in the steps that were read, or less, as it differs."""
+    differs_ns = phase.median_ns - read.median_ns
+    more_ns = _cost_more(findings, _steps(phase), _steps(read)) * np.sign(differs_ns)
+    return bool(more_ns >= _EXPLAINS * abs(differs_ns))
+
+
+def _cost_more(findings: Sequence[Finding], some: range, others: range) -> float:
+    """Return by how much the findings cost more in some steps than in others, ns per step."""
     more_ns = 0.0
     for finding in findings:
         if finding.steps and finding.caused_by is None:
             acts = np.array(finding.steps)
-            in_phase, in_read = (
-                np.count_nonzero((acts >= span.first) & (acts <= span.last)) / len(_steps(span))
-                for span in (phase, read)
+            in_some, in_others = (
+                np.count_nonzero((acts >= steps.start) & (acts < steps.stop)) / len(steps) for steps in (some, others)
             )
-            more_ns += (in_phase - in_read) * finding.lost_ns_total / len(acts)
-    differs_ns = phase.median_ns - read.median_ns
-    return bool(more_ns * np.sign(differs_ns) >= _EXPLAINS * abs(differs_ns))
+            more_ns += (in_some - in_others) * finding.lost_ns_total / len(acts)
+    return more_ns
 
 
-def growth(stretch: Stretch, every: Sequence[StretchSummary]) -> list[Finding]:
+def growth(stretch: Stretch, every: Sequence[StretchSummary], findings: Sequence[Finding]) -> list[Finding]:
     """Return steps that become longer throughout the run, by too little to show in any stretch of it, as a finding.
 
     By those of the counted rank, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
-    longer the mean step is than the first.
+    longer the mean step is than the first. None where the `findings` on the run make the steps of its end longer.
     """
     if any(found.detector == _GROWS for one in every for found in one.findings):
         return []
@@ -98,6 +103,9 @@ def growth(stretch: Stretch, every: Sequence[StretchSummary]) -> list[Finding]:
     if seen is None:
         return []
     line, lost = seen
+    third = len(stretch.counted) // 3
+    if _cost_more(findings, range(2 * third, 3 * third), range(third)) >= _EXPLAINS * line.growth * 2 / 3:
+        return []
     share = lost.ns / float(lengths.mean())
     where = _grown(every, line.growth)
     return [

@@ -21,7 +21,7 @@ from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.judgement import Judgement, judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.run_phases import growth, looks_at, phases_of
+from rankscope.analysis.diagnosis.run_phases import looks_at, phases_of
 from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries, StretchSummary
 from rankscope.analysis.diagnosis.summary import mean_step, pipeline_of
@@ -109,7 +109,7 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
                 stretches=len(every),
                 looks=tuple(sorted(looks, key=lambda look: look.phase.first)),
             )
-            report = whole_report(last, whole, every, analyzed_steps(steps), growth(stretch, every))
+            report = whole_report(last, whole, stretch, every, analyzed_steps(steps))
             return OverAll(replace(report, gaps=_gaps(report, stretch, others)), len(every) == len(others) + 1, steps)
 
         yield over_all

@@ -7,7 +7,7 @@ the critical path, stays that of the last steps, which are held.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -20,11 +20,12 @@ from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.conclude import Concluded, by_windows
 from rankscope.analysis.diagnosis.losses import LABEL, LOST
 from rankscope.analysis.diagnosis.remarks import not_analyzed
-from rankscope.analysis.diagnosis.run_phases import sentence
+from rankscope.analysis.diagnosis.run_phases import growth, sentence
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
 from rankscope.analysis.diagnosis.verdict import status_of, verdict_of, without_coarse
 from rankscope.analysis.metrics.mfu import utilisation
 from rankscope.analysis.model.finding import Finding, Healthy, History, Loss, NotChecked, Report, StepSummary
+from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import joined, text
 from rankscope.analysis.text.units import ranges
 
@@ -32,20 +33,23 @@ __all__ = ["whole_report"]
 
 _LEAST = 0.01  # share of the run's time from which on a finding is one of the run
 _UNCHECKED = 0.05  # share of the run's time in which a check may not have been made that found nothing in the rest
+_OVERLAP = 0.5  # share of the ranks of two findings that both have, from which on they are one
 _NEARLY_ALL = 0.9  # of a loss: the steps that hold it are those of one stretch
+
+_Found = tuple[StretchSummary, Finding]
 
 
 def whole_report(
-    last: Concluded, history: History, every: Sequence[StretchSummary], steps: AnalyzedSteps, grown: Sequence[Finding]
+    last: Concluded, history: History, stretch: Stretch, every: Sequence[StretchSummary], steps: AnalyzedSteps
 ) -> Report:
-    """Return the report on every stretch of a run, of which the last is that of the steps that are held.
+    """Return the report on every stretch of a run, of which the last is the `stretch` that is held.
 
-    `steps` are those of all of them; `grown` is what only all of them together show.
+    `steps` are those of all of them.
     """
     if not steps.count:
         return replace(last.report, history=history)
     report, summary, losses = last.report, _steps(every, steps), _losses(every, steps)
-    findings = root_causes_first((*_findings(every, steps), *grown), last.seen.ranks)
+    findings = _findings(every, steps, stretch, last.seen.ranks)
     healthy, not_checked = _checks(every, {finding.detector for finding in findings})
     healthy, too_coarse = without_coarse(healthy, losses, summary)
     not_checked += too_coarse
@@ -93,22 +97,53 @@ def _steps(every: Sequence[StretchSummary], steps: AnalyzedSteps) -> StepSummary
     )
 
 
-def _findings(every: Sequence[StretchSummary], steps: AnalyzedSteps) -> Iterator[Finding]:
-    """Yield what was found, each added up over the stretches: what costs the run enough, or is no matter of cost."""
-    found: dict[tuple[object, ...], list[tuple[StretchSummary, Finding]]] = defaultdict(list)
-    for summary in every:
-        for one in summary.findings:
-            if one.lost_ns_per_step or summary is every[-1]:
-                found[one.detector, one.ranks, one.nodes, one.groups].append((summary, one))
-    for of in found.values():
-        together = _together(of, every, steps)
-        if not together.lost_ns_per_step or together.lost_fraction >= _LEAST:
-            yield together
+def _findings(
+    every: Sequence[StretchSummary], steps: AnalyzedSteps, stretch: Stretch, ranks: Collection[int]
+) -> tuple[Finding, ...]:
+    """Return what was found, each added up over the stretches: what costs the run enough, or is no matter of cost.
+
+    What follows from another finding in a stretch does so in the run.
+    """
+    found = [_together(of, every, steps) for of in _alike(every)]
+    found = [one for one in found if not one.lost_ns_per_step or one.lost_fraction >= _LEAST]
+    known = {one.detector for one in found}
+    roots = [replace(one, caused_by=None) for one in found if one.caused_by not in known]
+    ordered = list(root_causes_first((*roots, *growth(stretch, every, roots)), ranks))
+    effects = (one for one in found if one.caused_by in known)
+    for effect in sorted(effects, key=lambda one: one.lost_ns_total):
+        causes = (number for number, one in enumerate(ordered, 1) if one.detector == effect.caused_by)
+        ordered.insert(next(causes, len(ordered)), effect)
+    return tuple(ordered)
 
 
-def _together(
-    of: Sequence[tuple[StretchSummary, Finding]], every: Sequence[StretchSummary], steps: AnalyzedSteps
-) -> Finding:
+def _alike(every: Sequence[StretchSummary]) -> Iterable[list[_Found]]:
+    """Return findings of stretches that are the same one: by its check and its cause, on most of the same ranks.
+
+    One without a cost, as that of a job that hangs, is of the last stretch only.
+    """
+    found = [(at, one) for at in every for one in at.findings if one.lost_ns_per_step or at is every[-1]]
+    alike: dict[tuple[str, str | None], list[list[_Found]]] = defaultdict(list)
+    for at, one in sorted(found, key=lambda of: -of[1].lost_ns_total):
+        of_kind = alike[one.detector, one.caused_by]
+        for same in of_kind:
+            if _is_same(one, same[0][1]):
+                same.append((at, one))
+                break
+        else:
+            of_kind.append([(at, one)])
+    return (sorted(same, key=lambda of: of[0].first) for same in chain(*alike.values()))
+
+
+def _is_same(one: Finding, other: Finding) -> bool:
+    pairs: tuple[tuple[Sequence[object], Sequence[object]], ...] = (
+        (one.ranks, other.ranks),
+        (one.nodes, other.nodes),
+        (one.groups, other.groups),
+    )
+    return all(a == b or len({*a} & {*b}) >= _OVERLAP * len({*a, *b}) for a, b in pairs)
+
+
+def _together(of: Sequence[_Found], every: Sequence[StretchSummary], steps: AnalyzedSteps) -> Finding:
     """Return one finding for those of some stretches: the costliest one, with what all of them cost the run."""
     where, worst = max(of, key=lambda one: one[1].lost_ns_total)
     lost_ns = sum(one.lost_ns_total for _, one in of)
@@ -119,14 +154,14 @@ def _together(
     gains = [one.lost_fraction if one.gain_fraction is None else one.gain_fraction for _, one in of]
     gain_errors = [one.gain_uncertainty_fraction or 0.0 for _, one in of]
     is_predicted = any(one.gain_fraction is not None for _, one in of)
-    is_everywhere = len(of) == sum(one.analyzed > 0 for one in every)
-    seen = () if is_everywhere else chain(*(one.steps or range(at.first, at.last + 1) for at, one in of))
+    is_everywhere = {at.first for at, _ in of} == {one.first for one in every if one.analyzed}
+    seen = chain(*(one.steps or range(at.first, at.last + 1) for at, one in of))
     said = text("{what} (in steps {steps})", what=worst.title, steps=ranges(range(of[0][0].first, of[-1][0].last + 1)))
     return replace(
         worst,
         title=worst.title if is_everywhere or worst.steps else said,
         severity=severity(share) if lost_ns else worst.severity,
-        steps=tuple(seen),
+        steps=() if is_everywhere and not any(one.steps for _, one in of) else tuple(sorted({*seen})),
         lost_ns_per_step=round(lost_ns / steps.count),
         lost_ns_total=lost_ns,
         lost_fraction=share,
@@ -135,8 +170,6 @@ def _together(
         gain_why=None if is_predicted else worst.gain_why,
         gain_uncertainty_fraction=float(np.linalg.norm(weights * gain_errors)) if any(gain_errors) else None,
         confidence=min(one.confidence for _, one in of),  # "confirmed" where it is so anywhere
-        chance=None,
-        caused_by=None,
         others_waited=None,
         evidence=tuple(
             replace(one, steps=None if where is every[-1] else (where.first, where.last)) for one in worst.evidence

@@ -32,6 +32,7 @@ import rankscope
 from faults import CLEAN, DOSES, KINDS, LASTING_KINDS, UNPROFILED_KINDS, Case, cases, simulated
 from rankscope.analysis.detectors import detectors
 from rankscope.analysis.model.finding import Finding, Report
+from rankscope.analysis.runs import memory_budget
 from record import write
 from simulate import Recording, cut
 
@@ -46,11 +47,11 @@ _ALARM_LENGTHS = (4, 5, 6, 8, 10, 14, 20)  # the same, of healthy jobs
 Row = dict[str, Any]
 
 
-def judged(case: Case, *, delays: bool = False, **how: bool | str) -> Row:
+def judged(case: Case, *, delays: bool = False, stretches: int = 1, **how: bool | str) -> Row:
     """The truth of the case, and the findings: one row of the results, as JSON has it."""
     log, truths = simulated(case, **how)
     began = time.process_time()
-    report = _report(log)
+    report = _report(log, stretches)
     loud = (
         delays and case.dose == "loud" and case.kind not in ("hang", "gradual_slowdown")
     )  # of a drift most is still to come
@@ -68,9 +69,18 @@ def judged(case: Case, *, delays: bool = False, **how: bool | str) -> Row:
     }
 
 
-def _report(log: Recording) -> Report:
+def _report(log: Recording, stretches: int = 1) -> Report:
+    """The report; in several stretches as on a run of which so small a part fits into memory."""
     with tempfile.TemporaryDirectory(prefix="rankscope-fault-") as folder:
-        report = rankscope.diagnose(rankscope.open(write(log, Path(folder) / "run")))
+        path = write(log, Path(folder) / "run")
+        most = memory_budget._MOST
+        if stretches > 1:
+            rows = memory_budget.bytes_of_rows(rankscope.open(path).reader)
+            memory_budget._MOST = memory_budget._BEFORE + rows * 1.01 / stretches
+        try:
+            report = rankscope.diagnose(rankscope.open(path))
+        finally:
+            memory_budget._MOST = most
     failed = [check.why for check in report.not_checked if "the detector failed" in check.why]
     if failed:
         raise RuntimeError(failed[0])
@@ -327,7 +337,7 @@ def _name(row: Row) -> str:
     return f"{case['kind']}/{case['dose']}/{case['seed']} ({row['job']['parallel']}, {row['job']['ranks']} ranks)"
 
 
-def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: bool | str) -> list[Row]:
+def run(wanted: Iterable[Case], results: Path | None, processes: int, **how: bool | int | str) -> list[Row]:
     """A row per case; those that `results` holds already are not run again."""
     known: dict[tuple[str, str, int], Row] = {}
     if results and results.exists():
@@ -361,6 +371,7 @@ def main() -> None:
     ):
         unprofiled.add_argument(option, dest="parallel", action="store_const", const=parallel, default="", help=what)
     parser.add_argument("--part", action="store_true", help="faults act in a quarter to 85 %% of the steps only")
+    parser.add_argument("--stretches", type=int, default=1, help="the run is analyzed in so many, as a long one is")
     parser.add_argument("--case", help="one case, as kind/dose/seed: prints its report and keeps its run in --folder")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where --case keeps the run")
     parser.add_argument("--results", type=Path, help="JSON lines; what is in it already is not run again")
@@ -379,7 +390,7 @@ def main() -> None:
     wanted = [c for c in wanted if not args.seeds or str(c.seed) in args.seeds]
     os.environ.setdefault("POLARS_MAX_THREADS", "1")
     began = time.monotonic()
-    rows = run(wanted, args.results, args.processes, delays=args.delays, **how)
+    rows = run(wanted, args.results, args.processes, delays=args.delays, stretches=args.stretches, **how)
     print(f"{len(rows)} runs of split {args.split}, {time.monotonic() - began:.0f} s")
     show(rows)
 
