@@ -23,7 +23,7 @@ _FEWEST = 2  # steps, for an interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnalyzedSteps:
-    """Lengths of the analyzed steps of a run, and means over them, ns.
+    """Means over the analyzed steps of a run, ns; and the median and the 90th percentile of their means over ranks.
 
     `by_rank` has each rank's mean step by part, and `parts` that over ranks; they sum to the step. Both are empty where
     steps could not be cut. The errors are 95 % half widths of means over ranks; None, or empty, with too few steps.
@@ -68,23 +68,21 @@ def analyzed_steps(steps: StepSummaries) -> AnalyzedSteps:
 def _analyzed(stretches: Iterable[pl.DataFrame]) -> AnalyzedSteps:
     names = list(_COLUMNS.values())
     counts = [pl.len().alias("steps"), pl.col(names[0]).is_not_null().sum().cast(pl.Int64).alias("cut")]
-    of_ranks, of_steps, lengths = [], [], []
+    of_ranks, of_steps = [], []
     for stretch in stretches:
         judged = stretch.filter("judged")
         of_ranks.append(judged.group_by("rank").agg(*counts, pl.sum("step_ns", *names)))
         of_steps.append(judged.group_by("step").agg(*counts, pl.mean("step_ns", *names)))
-        lengths.append(judged["step_ns"])
     by_rank, by_step = pl.concat(of_ranks).group_by("rank").sum().sort("rank"), pl.concat(of_steps).sort("step")
-    step_ns = pl.concat(lengths)
     whole = by_step.filter(pl.col("steps") == len(by_rank))
     whole_parts = by_step.filter(pl.col("cut") == (by_rank["cut"] > 0).sum())
     is_long = len(of_steps) > 1
     errors = _errors(whole_parts, names, is_long=is_long)
     return AnalyzedSteps(
         count=len(by_step),
-        mean_ns=_whole_ns(step_ns.mean()),
-        median_ns=_whole_ns(step_ns.median()),
-        p90_ns=_whole_ns(step_ns.quantile(0.9)),
+        mean_ns=round(int(by_rank["step_ns"].sum()) / max(int(by_rank["steps"].sum()), 1)),
+        median_ns=_whole_ns(by_step["step_ns"].median()),
+        p90_ns=_whole_ns(by_step["step_ns"].quantile(0.9)),
         error_ns=_errors(whole, ["step_ns"], is_long=is_long).get("step_ns"),
         by_rank={
             row["rank"]: dict(zip(PARTS, rounded([row[name] for name in names], row["cut"]), strict=True))
