@@ -9,7 +9,7 @@ from typing import Any
 from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.diagnosis.group_states import group_states
 from rankscope.analysis.diagnosis.judged_tables import code_of
-from rankscope.analysis.diagnosis.judgement import Judgement, judge
+from rankscope.analysis.diagnosis.judgement import Judgement, Model, judge
 from rankscope.analysis.diagnosis.losses import losses_of
 from rankscope.analysis.diagnosis.not_seen import incomplete_steps, left_out, not_observed
 from rankscope.analysis.diagnosis.options import ReportOptions
@@ -28,7 +28,7 @@ from rankscope.analysis.diagnosis.summary import (
 from rankscope.analysis.diagnosis.verdict import Seen, status_of, verdict_of, without_coarse
 from rankscope.analysis.metrics.device_lead import lead_of
 from rankscope.analysis.metrics.mfu import utilisation
-from rankscope.analysis.model.finding import Finding, Loss, NotChecked, Pipeline, Rate, Report, Window
+from rankscope.analysis.model.finding import Finding, Healthy, Loss, NotChecked, Pipeline, Rate, Report, Window
 from rankscope.analysis.runs.deep_windows import windows_of
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import joined, text
@@ -45,11 +45,17 @@ _SHOWN_BY_WINDOWS = "host_bound"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concluded:
-    """The report on a timeline, and what it was concluded from."""
+    """The report on a timeline, and what it was concluded from.
+
+    `healthy` and `not_checked` are the answers of the checks; the report has them as far as they agree with its tables,
+    and `not_observed` besides. `model` is that of the judgement.
+    """
 
     report: Report
-    judged: Judgement
     seen: Seen
+    model: Model
+    healthy: tuple[Healthy, ...]
+    not_checked: tuple[NotChecked, ...]
     not_observed: tuple[NotChecked, ...]
 
 
@@ -147,7 +153,14 @@ def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_
         matched_fraction=timeline.matched_fraction,
         step_ns=step_lengths(tables["steps"]),
     )
-    return Concluded(report=report, judged=judged, seen=seen, not_observed=unseen)
+    return Concluded(
+        report=report,
+        seen=seen,
+        model=judged.model,
+        healthy=tuple(judged.healthy),
+        not_checked=tuple(judged.not_checked),
+        not_observed=unseen,
+    )
 
 
 def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Seen:

@@ -38,7 +38,7 @@ from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.analysis.timeline.clocks import apply_clocks
 
-__all__ = ["Judgement", "judge"]
+__all__ = ["Judgement", "Model", "judge"]
 
 Model = tuple[pl.DataFrame, float | None]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from rankscope.analysis.diagnosis.analyzed_steps import analyzed_steps
 from rankscope.analysis.diagnosis.conclude import Concluded, losses_in, with_places
 from rankscope.analysis.diagnosis.judged_tables import code_of
-from rankscope.analysis.diagnosis.judgement import Judgement, judge
+from rankscope.analysis.diagnosis.judgement import judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.run_phases import looks_at, phases_of
@@ -29,7 +29,7 @@ from rankscope.analysis.diagnosis.whole_report import whole_report
 from rankscope.analysis.metrics.judged import in_judged_steps
 from rankscope.analysis.metrics.step_matrix import part_errors
 from rankscope.analysis.model.address import Address, address_of
-from rankscope.analysis.model.finding import Finding, Gap, Loss, Report, Span
+from rankscope.analysis.model.finding import Gap, Report, Span, StepSummary
 from rankscope.analysis.readers.native.unpacked_rows import Shared
 from rankscope.analysis.readers.workers import Lost, begun, divided, local_cores, scratch_folder
 from rankscope.analysis.runs.fingerprint import files_fingerprint
@@ -94,8 +94,14 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
     with _begun(trace, before, length, cuts, step_bytes, options) as found:
 
         def over_all(last: Concluded, timeline: Timeline) -> OverAll:
-            at_end = _summary(*held, last.judged, timeline, last.report.findings, last.report.losses)
-            at_end = replace(at_end, steps_file=keep_steps(before.run, before.of, held, timeline))
+            at_end = replace(
+                _summary(*held, last.seen.steps, timeline),
+                findings=last.report.findings,
+                healthy=last.healthy,
+                not_checked=last.not_checked,
+                losses=last.report.losses,
+                steps_file=keep_steps(before.run, before.of, held, timeline),
+            )
             others = found()
             every = [one for one in (*others, at_end) if not one.why]
             remove_other_steps(before.run, {(one.first, one.last) for one in every})
@@ -155,9 +161,14 @@ def summarize(
         except Exception as error:  # the report on other steps is done, and must not be lost for this
             why = text("analyzing it failed: {error}", error=f"{type(error).__name__}: {error}")
             return StretchSummary(first=first, last=last, why=why)
-        findings = with_places(judged.findings, code_of(timeline)) if judged.findings else ()
-        losses = losses_in(judged, pipeline_of(judged.tables["ops"]))
-        return replace(_summary(first, last, judged, timeline, findings, losses), steps_file=steps_file)
+        return replace(
+            _summary(first, last, judged.steps, timeline),
+            findings=with_places(judged.findings, code_of(timeline)) if judged.findings else (),
+            healthy=tuple(judged.healthy),
+            not_checked=tuple(judged.not_checked),
+            losses=losses_in(judged, pipeline_of(judged.tables["ops"])),
+            steps_file=steps_file,
+        )
 
     found = [summary(first, last) for first, last in stretches]
     if shared:
@@ -229,25 +240,14 @@ class _Kept:
         keep(self.run, _NAME, self.of, StretchSummaries(length, marked))
 
 
-def _summary(
-    first: int,
-    last: int,
-    judged: Judgement,
-    timeline: Timeline,
-    findings: tuple[Finding, ...],
-    losses: tuple[Loss, ...],
-) -> StretchSummary:
+def _summary(first: int, last: int, steps: StepSummary, timeline: Timeline) -> StretchSummary:
     breakdown = in_judged_steps(timeline.breakdown, timeline.steps)
     return StretchSummary(
         first=first,
         last=last,
-        steps=judged.steps,
+        steps=steps,
         parts=mean_step(breakdown),
         errors={part: round(ns) for part, ns in part_errors(breakdown).items()},
-        findings=findings,
-        healthy=tuple(judged.healthy),
-        not_checked=tuple(judged.not_checked),
-        losses=losses,
     )
 
 

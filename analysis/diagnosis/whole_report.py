@@ -55,7 +55,7 @@ def whole_report(
     not_checked += too_coarse
     seen = replace(last.seen, steps=summary, breakdown=_mean_table(steps), aside=not_analyzed(history))
     said = verdict_of(findings, healthy, not_checked, losses, seen)
-    needs, share = last.judged.model
+    needs, share = last.model
     return replace(
         report,
         verdict=joined(" ", filter(None, (said, sentence(history, findings)))),
@@ -126,7 +126,7 @@ def _alike(every: Sequence[StretchSummary]) -> Iterable[list[_Found]]:
     for at, one in sorted(found, key=lambda of: -of[1].lost_ns_total):
         of_kind = alike[one.detector, one.caused_by]
         for same in of_kind:
-            if _is_same(one, same[0][1]):
+            if _is_same(one, same[0][1]) and all(at is not there for there, _ in same):
                 same.append((at, one))
                 break
         else:

@@ -456,14 +456,38 @@ def test_an_ended_run_shows_its_kept_report_while_it_is_read(run, monkeypatch):
     assert "Opening" in str(_show(again, "/ranks", "", None)[0])
 
 
-def test_the_heat_map_has_every_step_of_a_run_that_is_too_long_to_be_held(tmp_path, monkeypatch):
-    """Rank 2 is slow in steps 20 to 49, of which none is held; a file that is torn leaves its steps empty."""
+@pytest.fixture
+def long_run(tmp_path, monkeypatch):
+    """120 steps of which a quarter is held at once; rank 2 is slow in steps 20 to 49."""
     job = simulate.Job(parallel="ddp", ranks=4, steps=120, seed=3, compute_ns=90e6)
     can = simulate.healthy_resources(job)
     can.slowness[20:50, 2] *= 1.5
     run = record.write(simulate.run(job, can), tmp_path / "run")
     rows = memory_budget.bytes_of_rows(Trace.open(run).reader)
     monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
+    return run
+
+
+def test_while_the_other_steps_of_a_long_run_are_analyzed_the_overview_says_so(long_run, monkeypatch):
+    state, seen, whole_run = State([long_run]), [], state_module.with_whole_run
+
+    def slowly(*asked):
+        seen.append(str(_show(state, "/", "", None)[0]))
+        return whole_run(*asked)
+
+    monkeypatch.setattr(state_module, "with_whole_run", slowly)
+    state._read("", "")
+    (early,), (page, _, name, *_) = seen, _show(state, "/", "", None)
+    assert "The other steps are being analyzed" in early
+    assert "this is of steps 90-119 of 120" in early
+    assert "being analyzed" not in str(page)
+    assert "Rank 2 is slow" in str(page)
+    assert "tables of steps 90-119 of 120" in str(name)
+
+
+def test_the_heat_map_has_every_step_of_a_run_that_is_too_long_to_be_held(long_run, monkeypatch):
+    """A file that is torn leaves its steps empty."""
+    run, most = long_run, memory_budget._MOST
 
     def shown(**more):
         state = State([run])
@@ -489,7 +513,7 @@ def test_the_heat_map_has_every_step_of_a_run_that_is_too_long_to_be_held(tmp_pa
     assert rank_step_heatmap.grid(state.ready("").timeline, "own", state.ready("").steps).steps[0] == 40
     assert "Steps before 40 are too many" in str(_show(state, "/ranks", "", None)[0])
     monkeypatch.undo()
-    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.253)
+    monkeypatch.setattr(memory_budget, "_MOST", most)
     file = next(file for file in (run / "summary").glob("steps-*") if not re.search("-0-|-119", file.name))
     first, last = map(int, file.stem.split("-")[1:])
     file.write_bytes(file.read_bytes()[:-100])
