@@ -6,7 +6,7 @@ The report holds the last steps of such a run; of all others there are summaries
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -89,11 +89,14 @@ def _cost_more(findings: Sequence[Finding], some: range, others: range) -> float
     return more_ns
 
 
-def growth(stretch: Stretch, every: Sequence[StretchSummary], findings: Sequence[Finding]) -> list[Finding]:
+def growth(
+    stretch: Stretch, every: Sequence[StretchSummary], findings: Sequence[Finding], ranks: Collection[int]
+) -> list[Finding]:
     """Return steps that become longer throughout the run, by too little to show in any stretch of it, as a finding.
 
     By those of the counted rank, and by the rules for `gradual_slowdown` in one stretch: the cost is how much
-    longer the mean step is than the first. None where the `findings` on the run make the steps of its end longer.
+    longer the mean step is than the first. Where a finding on the run makes the steps of its end longer, it is its
+    ranks that slow down; there is nothing else to say if it names none of all `ranks` in particular.
     """
     if any(found.detector == _GROWS for one in every for found in one.findings):
         return []
@@ -104,7 +107,9 @@ def growth(stretch: Stretch, every: Sequence[StretchSummary], findings: Sequence
         return []
     line, lost = seen
     third = len(stretch.counted) // 3
-    if _cost_more(findings, range(2 * third, 3 * third), range(third)) >= _EXPLAINS * line.growth * 2 / 3:
+    late, early, grows_ns = range(2 * third, 3 * third), range(third), _EXPLAINS * line.growth * 2 / 3
+    cause = next((one for one in findings if _cost_more([one], late, early) >= grows_ns), None)
+    if cause and len(cause.ranks) in (0, len(ranks)):
         return []
     share = lost.ns / float(lengths.mean())
     where = _grown(every, line.growth)
@@ -113,9 +118,10 @@ def growth(stretch: Stretch, every: Sequence[StretchSummary], findings: Sequence
             detector=_GROWS,
             severity=severity(share),
             confidence="likely",
-            title=gradual_slowdown.title_of(line, where),
+            title=gradual_slowdown.title_of(line, where, cause.ranks if cause else ()),
             where=where,
             advice=gradual_slowdown.ADVICE.get(where, gradual_slowdown.ADVICE["compute"]),
+            ranks=cause.ranks if cause else (),
             lost_ns_per_step=round(lost.ns),
             lost_ns_total=round(lost.ns * len(lengths)),
             lost_fraction=share,

@@ -108,7 +108,7 @@ def _findings(
     found = [one for one in found if not one.lost_ns_per_step or one.lost_fraction >= _LEAST]
     known = {one.detector for one in found}
     roots = [replace(one, caused_by=None) for one in found if one.caused_by not in known]
-    ordered = list(root_causes_first((*roots, *growth(stretch, every, roots)), ranks))
+    ordered = list(root_causes_first((*roots, *growth(stretch, every, roots, ranks)), ranks))
     effects = (one for one in found if one.caused_by in known)
     for effect in sorted(effects, key=lambda one: one.lost_ns_total):
         causes = (number for number, one in enumerate(ordered, 1) if one.detector == effect.caused_by)
@@ -147,7 +147,7 @@ def _together(of: Sequence[_Found], every: Sequence[StretchSummary], steps: Anal
     """Return one finding for those of some stretches: the costliest one, with what all of them cost the run."""
     where, worst = max(of, key=lambda one: one[1].lost_ns_total)
     lost_ns = sum(one.lost_ns_total for _, one in of)
-    share = lost_ns / (steps.count * steps.mean_ns)
+    share = lost_ns / (steps.count * steps.mean_ns) if lost_ns else worst.lost_fraction  # all is lost in a hang
     weights = np.array([summary.time_ns for summary, _ in of]) / (steps.count * steps.mean_ns)
     errors_ns = [one.uncertainty_ns * summary.analyzed for summary, one in of]
     # Of one that was not replayed, since its cost is clear, this is what a fix saves.

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pytest
 from polars.testing import assert_frame_equal
 
+from faults import Case, simulated
 from rankscope.analysis.diagnosis import savings, stretches
 from rankscope.analysis.diagnosis.diagnose import diagnose, read_run
 from rankscope.analysis.diagnosis.kept_values import FOLDER, kept
@@ -22,6 +23,7 @@ from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.step_summaries import STEP_SUMMARIES
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries
 from rankscope.analysis.diagnosis.stretches import summarize
+from rankscope.analysis.model.money import is_standstill
 from rankscope.analysis.model.parts import PARTS
 from rankscope.analysis.readers import workers
 from rankscope.analysis.readers.native import arrow_files, unpacked_rows
@@ -99,6 +101,26 @@ def test_steps_that_grow_too_slowly_for_any_stretch_are_a_finding_over_the_run(t
         assert report.verdict.startswith(f"Likely: {one.title}")
         assert one.lost_fraction == pytest.approx(growth / 2, rel=0.15)
         assert abs(one.lost_fraction * report.history.count - one.lost_ns_total / report.history.median_ns) < 5
+
+
+@pytest.mark.parametrize("kind", ["hang", "slow_rank", "gc_stall", "gradual_slowdown"])
+def test_a_run_in_stretches_has_the_verdict_of_the_run_held_at_once(tmp_path, monkeypatch, kind):
+    """The first finding, its ranks, and what it costs: within 5 %, of a line through all steps within 12 %."""
+    log, _ = simulated(Case(kind, "loud", 3), small=True)
+    folder = write(log, tmp_path / "run")
+    whole = diagnose(Trace.open(folder))
+    rows = memory_budget.bytes_of_rows(Trace.open(folder).reader)
+    monkeypatch.setattr(memory_budget, "_MOST", memory_budget._BEFORE + rows * 0.505)
+    report = diagnose(Trace.open(folder))
+    assert (whole.history, report.history.stretches) == (None, 2)
+    (of_all, *_), (of_parts, *_) = whole.findings, report.findings
+    assert (of_parts.detector, of_parts.ranks) == (of_all.detector, of_all.ranks) == (kind, of_all.ranks)
+    assert is_standstill(of_parts) == (kind == "hang")
+    within = 0.12 if kind == "gradual_slowdown" else 0.05
+    assert of_parts.lost_ns_per_step == pytest.approx(of_all.lost_ns_per_step, rel=within)
+    assert report.status == whole.status == "red"
+    shares = sum(part.ns_per_step for part in report.breakdown), sum(part.ns_per_step for part in whole.breakdown)
+    assert shares[0] == pytest.approx(shares[1], rel=0.01)
 
 
 def test_every_step_of_every_rank_is_left_beside_the_report(recorded, report):
