@@ -62,11 +62,26 @@ class Concluded:
 def report_on(trace: Trace, timeline: Timeline, options: ReportOptions | None = None) -> Concluded:
     """Report on a run whose timeline has been built; of a long one only on what was read of it."""
     options = options or ReportOptions()
-    found = _conclude(timeline, judge(trace, timeline, options), options.price, is_running=trace.is_running)
-    report = replace(found.report, path=trace.path, source=trace.source, environment=_environment(trace.run))
+    judged = judge(trace, timeline, options)
+    report, seen = _conclude(timeline, judged, options.price, is_running=trace.is_running)
+    unseen = tuple(not_observed(timeline))
     windows = windows_of(trace, lambda window: report_on(window, build_timeline(window)).report.verdict)
-    not_checked = by_windows(report.not_checked, windows)
-    return replace(found, report=replace(report, windows=windows, not_checked=not_checked))
+    report = replace(
+        report,
+        path=trace.path,
+        source=trace.source,
+        environment=_environment(trace.run),
+        windows=windows,
+        not_checked=by_windows((*report.not_checked, *unseen), windows),
+    )
+    return Concluded(
+        report=report,
+        seen=seen,
+        model=judged.model,
+        healthy=tuple(judged.healthy),
+        not_checked=tuple(judged.not_checked),
+        not_observed=unseen,
+    )
 
 
 def by_windows(not_checked: Sequence[NotChecked], windows: Sequence[Window]) -> tuple[NotChecked, ...]:
@@ -94,8 +109,8 @@ def with_places(findings: Sequence[Finding], code: Code) -> tuple[Finding, ...]:
     )
 
 
-def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Concluded:
-    """Report on a timeline; `price` is that of an hour of a rank."""
+def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> tuple[Report, Seen]:
+    """Report on a timeline, by this evidence; `price` is that of an hour of a rank."""
     tables = judged.tables
     groups = group_times(tables["collectives"], tables["phases"], timeline.groups)  # before the graph takes memory
     run, costs = judged.run(), judged.costs()
@@ -113,7 +128,6 @@ def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_
     healthy, too_coarse = without_coarse(judged.healthy, losses, seen.steps)
     not_checked = [*judged.not_checked, *too_coarse]
     fixes, fidelity = judged.fixes()
-    unseen = tuple(not_observed(timeline))
     report = Report(
         path="",
         source="",
@@ -127,7 +141,7 @@ def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_
         steps=seen.steps,
         findings=findings,
         healthy=tuple(healthy),
-        not_checked=(*not_checked, *unseen),
+        not_checked=tuple(not_checked),
         breakdown=mean_parts(tables["breakdown"]),
         history=timeline.stretch.history() if timeline.stretch else None,
         device=device_parts(timeline.kernels),
@@ -153,14 +167,7 @@ def _conclude(timeline: Timeline, judged: Judgement, price: float | None, *, is_
         matched_fraction=timeline.matched_fraction,
         step_ns=step_lengths(tables["steps"]),
     )
-    return Concluded(
-        report=report,
-        seen=seen,
-        model=judged.model,
-        healthy=tuple(judged.healthy),
-        not_checked=tuple(judged.not_checked),
-        not_observed=unseen,
-    )
+    return report, seen
 
 
 def _seen(timeline: Timeline, judged: Judgement, price: float | None, *, is_running: bool) -> Seen:

@@ -25,7 +25,15 @@ from rankscope.analysis.model.parts import PARTS
 from rankscope.analysis.timeline.build import Timeline
 from rankscope.collectors.schema import Column, Table
 
-__all__ = ["STEP_SUMMARIES", "StepSummaries", "keep_steps", "kept_steps", "remove_other_steps", "step_summaries"]
+__all__ = [
+    "STEP_SUMMARIES",
+    "StepSummaries",
+    "keep_steps",
+    "kept_steps",
+    "remove_other_steps",
+    "step_summaries",
+    "steps_file",
+]
 
 _FILE = re.compile(r"steps-(\d+)-(\d+)\.arrow")
 _MADE_OF = b"made_of"
@@ -96,21 +104,19 @@ def step_summaries(timeline: Timeline) -> pl.DataFrame:
     ).cast(_NONE.schema)
 
 
-def keep_steps(run: Path, of: str, stretch: tuple[int, int], timeline: Timeline) -> bytes:
-    """Keep the steps of a stretch in the run's folder; return the file's bytes if that cannot be written to."""
+def steps_file(timeline: Timeline, of: str) -> bytes:
+    """Return the file of a stretch's steps, as made `of` this."""
     table = step_summaries(timeline).to_arrow().replace_schema_metadata({_MADE_OF: of})
-    options = ipc.IpcWriteOptions(compression="zstd")
-    first, last = stretch
-
-    def write(out: object) -> None:
-        with ipc.new_file(out, table.schema, options=options) as writer:
-            writer.write_table(table)
-
-    if keep_file(run, f"steps-{first}-{last}.arrow", write):
-        return b""
     held = io.BytesIO()
-    write(held)
+    with ipc.new_file(held, table.schema, options=ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
     return held.getvalue()
+
+
+def keep_steps(run: Path, stretch: tuple[int, int], file: bytes) -> bool:
+    """Keep the file of a stretch's steps in the run's folder; say whether it is there."""
+    first, last = stretch
+    return keep_file(run, f"steps-{first}-{last}.arrow", lambda out: out.write(file))
 
 
 def kept_steps(run: Path, of: str) -> StepSummaries | None:

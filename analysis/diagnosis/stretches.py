@@ -22,7 +22,13 @@ from rankscope.analysis.diagnosis.judgement import judge
 from rankscope.analysis.diagnosis.kept_values import keep, kept, made_of
 from rankscope.analysis.diagnosis.options import ReportOptions
 from rankscope.analysis.diagnosis.run_phases import looks_at, phases_of
-from rankscope.analysis.diagnosis.step_summaries import StepSummaries, keep_steps, kept_steps, remove_other_steps
+from rankscope.analysis.diagnosis.step_summaries import (
+    StepSummaries,
+    keep_steps,
+    kept_steps,
+    remove_other_steps,
+    steps_file,
+)
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummaries, StretchSummary
 from rankscope.analysis.diagnosis.summary import mean_step, pipeline_of
 from rankscope.analysis.diagnosis.whole_report import whole_report
@@ -38,6 +44,7 @@ from rankscope.analysis.runs.step_range import FEWEST, Stretch, final_steps
 from rankscope.analysis.runs.storage import local_path
 from rankscope.analysis.runs.trace import Trace
 from rankscope.analysis.text.message import text
+from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import ranges
 from rankscope.analysis.timeline.build import Timeline, build_timeline
 from rankscope.errors import BadInput
@@ -94,13 +101,15 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
     with _begun(trace, before, length, cuts, step_bytes, options) as found:
 
         def over_all(last: Concluded, timeline: Timeline) -> OverAll:
+            file = steps_file(timeline, before.of)
+            keep_steps(before.run, held, file)
             at_end = replace(
                 _summary(*held, last.seen.steps, timeline),
                 findings=last.report.findings,
                 healthy=last.healthy,
                 not_checked=last.not_checked,
                 losses=last.report.losses,
-                steps_file=keep_steps(before.run, before.of, held, timeline),
+                steps_file=file,
             )
             others = found()
             every = [one for one in (*others, at_end) if not one.why]
@@ -115,8 +124,11 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
                 stretches=len(every),
                 looks=tuple(sorted(looks, key=lambda look: look.phase.first)),
             )
-            report = whole_report(last, whole, stretch, every, analyzed_steps(steps))
-            return OverAll(replace(report, gaps=_gaps(report, stretch, others)), len(every) == len(others) + 1, steps)
+            analyzed = analyzed_steps(steps)
+            report = whole_report(last, whole, stretch, every, analyzed)
+            unread = sum(one.analyzed for one in every) - analyzed.count
+            report = replace(report, gaps=_gaps(report, stretch, others, unread))
+            return OverAll(report, len(every) == len(others) + 1 and not unread, steps)
 
         yield over_all
 
@@ -155,7 +167,8 @@ def summarize(
             trace = parts.pop(0)
             timeline = build_timeline(trace)
             judged = judge(trace, timeline, options, replays=False)
-            steps_file = keep_steps(Path(address_of(list(paths)).folders[0]), of, (first, last), timeline)
+            file = steps_file(timeline, of)
+            is_kept = keep_steps(Path(address_of(list(paths)).folders[0]), (first, last), file)
         except BadInput as error:
             return StretchSummary(first=first, last=last, why=str(error))
         except Exception as error:  # the report on other steps is done, and must not be lost for this
@@ -167,7 +180,7 @@ def summarize(
             healthy=tuple(judged.healthy),
             not_checked=tuple(judged.not_checked),
             losses=losses_in(judged, pipeline_of(judged.tables["ops"])),
-            steps_file=steps_file,
+            steps_file=b"" if is_kept else file,
         )
 
     found = [summary(first, last) for first, last in stretches]
@@ -251,25 +264,21 @@ def _summary(first: int, last: int, steps: StepSummary, timeline: Timeline) -> S
     )
 
 
-def _gaps(report: Report, stretch: Stretch, others: Sequence[StretchSummary]) -> tuple[Gap, ...]:
-    """Return the report's gaps, and stretches that could not be analyzed; not, if all were, that some were not read."""
+def _gaps(report: Report, stretch: Stretch, others: Sequence[StretchSummary], unread: int) -> tuple[Gap, ...]:
+    """Return the report's gaps, and stretches that could not be analyzed; not, if all were, that some were not read.
+
+    `unread` steps are in no file that is left.
+    """
     missing = [one for one in others if one.why]
-    said = [gap for gap in report.gaps if gap.table != "*" or gap.why != stretch.said or missing or stretch.kept]
-    return (
-        *said,
-        *(
-            Gap(
-                table="*",
-                rank=None,
-                node=None,
-                count=None,
-                why=text(
-                    "steps {steps} were not analyzed: {why}", steps=ranges(range(one.first, one.last + 1)), why=one.why
-                ),
-            )
-            for one in missing
-        ),
-    )
+    gaps = [gap for gap in report.gaps if gap.table != "*" or gap.why != stretch.said or missing or stretch.kept]
+    whys = [
+        text("steps {steps} were not analyzed: {why}", steps=ranges(range(one.first, one.last + 1)), why=one.why)
+        for one in missing
+    ]
+    if unread:
+        steps = counted(unread, "analyzed step")
+        whys.append(text("the breakdown lacks {steps}: their summaries were removed meanwhile", steps=steps))
+    return (*gaps, *(Gap(table="*", rank=None, node=None, count=None, why=why) for why in whys))
 
 
 def _cuts(steps: range, phases: Sequence[Span], length: int) -> list[tuple[int, int]]:

@@ -221,8 +221,8 @@ class History:
     """All steps of a run of which only `read` are in the tables: lengths on one rank, by spans of as many steps each.
 
     Of steps before `kept` no record is left. The others, and those that had been analyzed before, were analyzed in
-    stretches, `analyzed` steps in all, those in the tables included; `findings` are root causes over all of them, the
-    costliest first.
+    stretches, `analyzed` steps in all, those in the tables included; the report's verdict, steps, findings, losses,
+    checks and breakdown are of all of them, everything else is of those in the tables.
     """
 
     rank: int
