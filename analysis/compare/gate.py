@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rankscope.analysis.compare.two_runs import step_change
 from rankscope.analysis.detectors import spec_of
+from rankscope.analysis.diagnosis.run_phases import unexplained
 from rankscope.analysis.model.comparison import Comparison, FindingChange, StepChange
 from rankscope.analysis.model.digest import looks_of, missing_ranks
 from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Report
@@ -111,10 +112,10 @@ def _unseen(report: Report) -> Iterator[str]:
         yield text("how many ranks the job had")
     if not report.findings and not _speed_was_judged(report):
         yield report.verdict
-    for look in looks_of(report):
+    for look in unexplained(report.history, report.findings) if report.history else ():
         if not look.findings:
             yield text(
-                "why {steps} take {time}, and the analyzed ones do not",
+                "why {steps} take {time}, and the last ones do not",
                 steps=_phase(look.phase.first, look.phase.last),
                 time=duration(look.phase.median_ns),
             )

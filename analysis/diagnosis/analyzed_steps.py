@@ -25,6 +25,7 @@ _FEWEST = 2  # steps, for an interval
 class AnalyzedSteps:
     """Means over the analyzed steps of a run, ns; and the median and the 90th percentile of their means over ranks.
 
+    `by_step` has these by part, as a breakdown (rank, step, part, ns) of a single rank, of steps that all ranks have;
     `by_rank` has each rank's mean step by part, and `parts` that over ranks; they sum to the step. Both are empty where
     steps could not be cut. The errors are 95 % half widths of means over ranks; None, or empty, with too few steps.
     """
@@ -34,6 +35,7 @@ class AnalyzedSteps:
     median_ns: int
     p90_ns: int
     error_ns: float | None
+    by_step: pl.DataFrame
     by_rank: dict[int, dict[str, int]]
     part_errors: dict[str, float]
 
@@ -84,12 +86,19 @@ def _analyzed(stretches: Iterable[pl.DataFrame]) -> AnalyzedSteps:
         median_ns=_whole_ns(by_step["step_ns"].median()),
         p90_ns=_whole_ns(by_step["step_ns"].quantile(0.9)),
         error_ns=_errors(whole, ["step_ns"], is_long=is_long).get("step_ns"),
+        by_step=_as_breakdown(whole_parts),
         by_rank={
             row["rank"]: dict(zip(PARTS, rounded([row[name] for name in names], row["cut"]), strict=True))
             for row in by_rank.filter(pl.col("cut") > 0).iter_rows(named=True)
         },
         part_errors={name.removesuffix("_ns"): error for name, error in errors.items()},
     )
+
+
+def _as_breakdown(by_step: pl.DataFrame) -> pl.DataFrame:
+    names = {column: part for part, column in _COLUMNS.items()}
+    long = by_step.rename(names).unpivot(list(PARTS), index="step", variable_name="part", value_name="ns")
+    return long.select(pl.lit(0, pl.Int32).alias("rank"), "step", "part", pl.col("ns").round().cast(pl.Int64))
 
 
 def _whole_ns(ns: object) -> int:

@@ -1,4 +1,4 @@
-"""How the length of a step changes over a long run: phases whose steps are longer or shorter, and steps that grow.
+"""How the length of a step changes over a long run: phases whose steps are longer or shorter, changes, and growth.
 
 The report holds the last steps of such a run; of all others there are summaries, and the lengths on one rank.
 """
@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import polars as pl
 from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from rankscope.analysis.detectors import gradual_slowdown, severity
+from rankscope.analysis.detectors import gradual_slowdown, severity, step_change
+from rankscope.analysis.diagnosis.analyzed_steps import AnalyzedSteps
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
 from rankscope.analysis.metrics.step_matrix import error_of_change
 from rankscope.analysis.model.finding import Change, Finding, Found, History, Look, Span
@@ -23,8 +25,9 @@ from rankscope.analysis.runs.step_range import Stretch
 from rankscope.analysis.text.message import text
 from rankscope.analysis.text.phrases import counted
 from rankscope.analysis.text.units import percent, ranges
+from rankscope.errors import NotResolvable
 
-__all__ = ["growth", "looks_at", "phases_of", "sentence"]
+__all__ = ["changes", "growth", "looks_at", "phases_of", "sentence", "unexplained"]
 
 _BLOCK = 20  # steps whose median counts as one
 _SMOOTH = 5  # blocks, so that a phase lasts some 50 steps
@@ -36,6 +39,8 @@ _MOST_LOOKS = 3
 _EXPLAINS = 0.5  # share of what a phase takes longer or less that findings explain
 _PART = 0.02  # of the last steps: changes of a part below are not listed
 
+_NO_STEPS = pl.DataFrame(schema=dict.fromkeys(("rank", "step", "start_ns", "end_ns"), pl.Int64))
+
 Floats = NDArray[np.float64]
 
 
@@ -46,13 +51,17 @@ def looks_at(phases: Sequence[Span], read: Span, last: StretchSummary, others: S
     return [replace(look, others=rest.pop(look.phase.median_ns > read.median_ns, 0)) for look in looks]
 
 
+def unexplained(history: History, findings: Sequence[Finding]) -> list[Look]:
+    """Return the phases that no finding makes as much longer or shorter than the last steps as they are."""
+    return [look for look in history.looks if not _is_explained(look.phase, history.read, findings)]
+
+
 def sentence(history: History, findings: Sequence[Finding]) -> str:
     """Return the verdict's sentence on the phase that differs most, unless it is `findings` that make it differ."""
-    read = history.read
-    open_looks = [look for look in history.looks if not _is_explained(look.phase, read, findings)]
-    if not open_looks:
+    looks, read = unexplained(history, findings), history.read
+    if not looks:
         return ""
-    look = max(open_looks, key=lambda one: abs(one.phase.median_ns - read.median_ns) * len(_steps(one.phase)))
+    look = max(looks, key=lambda one: abs(one.phase.median_ns - read.median_ns) * len(_steps(one.phase)))
     more = look.phase.median_ns / read.median_ns - 1
     what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
     steps = ranges(_steps(look.phase))
@@ -76,17 +85,35 @@ def _is_explained(phase: Span, read: Span, findings: Sequence[Finding]) -> bool:
     return bool(more_ns >= _EXPLAINS * abs(differs_ns))
 
 
-def _cost_more(findings: Sequence[Finding], some: range, others: range) -> float:
+def _cost_more(findings: Sequence[Finding], some: ArrayLike, others: ArrayLike) -> float:
     """Return by how much the findings cost more in some steps than in others, ns per step."""
     more_ns = 0.0
     for finding in findings:
         if finding.steps and finding.caused_by is None:
             acts = np.array(finding.steps)
-            in_some, in_others = (
-                np.count_nonzero((acts >= steps.start) & (acts < steps.stop)) / len(steps) for steps in (some, others)
-            )
+            in_some, in_others = (float(np.isin(steps, acts).mean()) for steps in (some, others))
             more_ns += (in_some - in_others) * finding.lost_ns_total / len(acts)
     return more_ns
+
+
+def changes(steps: AnalyzedSteps, findings: Sequence[Finding]) -> list[Finding]:
+    """Return a stretch of the run in which all ranks are slower, as a finding; none where others explain most of it.
+
+    By the rules for `step_change`, on the means over ranks.
+    """
+    if steps.by_step.is_empty():
+        return []
+    try:
+        found = step_change.detect(steps.by_step, _NO_STEPS)
+    except NotResolvable:
+        return []
+    every = steps.by_step["step"].unique().to_numpy()
+    return [
+        replace(one, confidence="likely")
+        for one in found
+        if _cost_more(findings, one.steps, np.setdiff1d(every, one.steps))
+        < _EXPLAINS * one.lost_ns_total / len(one.steps)
+    ]
 
 
 def growth(

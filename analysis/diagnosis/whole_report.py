@@ -20,7 +20,7 @@ from rankscope.analysis.diagnosis.causality import root_causes_first
 from rankscope.analysis.diagnosis.conclude import Concluded, by_windows
 from rankscope.analysis.diagnosis.losses import LABEL, LOST
 from rankscope.analysis.diagnosis.remarks import not_analyzed
-from rankscope.analysis.diagnosis.run_phases import growth, sentence
+from rankscope.analysis.diagnosis.run_phases import changes, growth, sentence
 from rankscope.analysis.diagnosis.stretch_summary import StretchSummary
 from rankscope.analysis.diagnosis.verdict import status_of, verdict_of, without_coarse
 from rankscope.analysis.metrics.mfu import utilisation
@@ -102,13 +102,15 @@ def _findings(
 ) -> tuple[Finding, ...]:
     """Return what was found, each added up over the stretches: what costs the run enough, or is no matter of cost.
 
-    What follows from another finding in a stretch does so in the run.
+    What follows from another finding in a stretch does so in the run. Changes over the run are asked of all its steps.
     """
     found = [_together(of, every, steps) for of in _alike(every)]
     found = [one for one in found if not one.lost_ns_per_step or one.lost_fraction >= _LEAST]
     known = {one.detector for one in found}
     roots = [replace(one, caused_by=None) for one in found if one.caused_by not in known]
-    ordered = list(root_causes_first((*roots, *growth(stretch, every, roots, ranks)), ranks))
+    over_all = (*growth(stretch, every, roots, ranks), *changes(steps, roots))
+    within = [one for one in roots if one.detector not in {of.detector for of in over_all}]
+    ordered = list(root_causes_first((*within, *over_all), ranks))
     effects = (one for one in found if one.caused_by in known)
     for effect in sorted(effects, key=lambda one: one.lost_ns_total):
         causes = (number for number, one in enumerate(ordered, 1) if one.detector == effect.caused_by)
