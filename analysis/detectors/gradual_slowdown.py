@@ -8,7 +8,8 @@ called healthy. The line must come closer to the steps than two levels do: a cha
 it does so on all, or no rank that was seen blocks the others, none is named. Where the steps' own scatter hides it, the
 same is asked of the rank that falls behind its peers most: lengths that vary on all ranks alike do not matter there.
 Of a run that is too long to be held at once the same is asked of all its steps too, by their lengths on one rank: what
-rises by too little for any stretch of it is a likely finding over the run.
+rises by too little for any stretch of it is a likely finding over the run. Where other findings make its last third
+longer than its first, their ranks are those that grow.
 
 **Why it costs time.** Each step is only a little longer than the one before, so no two neighbours look different, and a
 look at the first minutes finds a healthy job. The cost is what the steps take longer than the first one did, by the

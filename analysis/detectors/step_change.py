@@ -2,7 +2,8 @@
 
 **Signal.** The stretch of at least `min_steps` analyzed steps that are longest against all others: their median is more
 than `min_ratio` times the median of the rest, a rank-sum test puts them `min_z` standard deviations apart, and what
-grew is the ranks' compute time or the transfer, on at least half of the ranks.
+grew is the ranks' compute time or the transfer, on at least half of the ranks. Of a run that is too long to be held at
+once the same is asked of the mean over ranks of each of its steps, too.
 
 **Why it costs time.** Comparing ranks with each other is blind to what hits all of them: there is no healthy peer. The
 run's own earlier or later steps are the only measure.
