@@ -44,7 +44,7 @@ def layout(run: Run, query: Query) -> Children:  # noqa: ARG001
     return html.Div(
         [
             heading(page.title, _MEANING),
-            html.Div(quiet(text("Opening the other run …")), id="diff"),
+            html.Div(quiet(text("Opening both runs …")), id="diff"),
             dcc.Interval(id="diff-tick", interval=_TICK_MS),
         ]
     )
@@ -69,7 +69,7 @@ def _when_ready(state: State) -> tuple[Any, bool]:
             text("Nothing to compare"), text("{name} cannot be read: {error}", name=failed.name, error=failed.error)
         ), True
     a, b = (one.run for one in progress)
-    if a is None or b is None:
+    if a is None or b is None or a.pending or b.pending:
         return no_update, False
     return _page(a, b), not (a.running or b.running)
 
