@@ -96,7 +96,7 @@ def _cost_more(findings: Sequence[Finding], some: ArrayLike, others: ArrayLike) 
     return more_ns
 
 
-def changes(steps: AnalyzedSteps, findings: Sequence[Finding]) -> list[Finding]:
+def changes(steps: AnalyzedSteps, every: Sequence[StretchSummary]) -> list[Finding]:
     """Return a stretch of the run in which all ranks are slower, as a finding; none where others explain most of it.
 
     By the rules for `step_change`, on the means over ranks.
@@ -107,13 +107,22 @@ def changes(steps: AnalyzedSteps, findings: Sequence[Finding]) -> list[Finding]:
         found = step_change.detect(steps.by_step, _NO_STEPS)
     except NotResolvable:
         return []
-    every = steps.by_step["step"].unique().to_numpy()
-    return [
-        replace(one, confidence="likely")
-        for one in found
-        if _cost_more(findings, one.steps, np.setdiff1d(every, one.steps))
-        < _EXPLAINS * one.lost_ns_total / len(one.steps)
-    ]
+    return [replace(one, confidence="likely") for one in found if not _is_cost_of_others(one, every)]
+
+
+def _is_cost_of_others(change: Finding, every: Sequence[StretchSummary]) -> bool:
+    """Say whether other findings cost more in those stretches in which the change does, by most of what it costs."""
+    number = np.array([one.analyzed for one in every])
+    slower = np.array([np.isin(range(one.first, one.last + 1), change.steps).mean() for one in every])
+    others = np.array(
+        [
+            sum(of.lost_ns_per_step for of in one.findings if of.caused_by is None and of.detector != change.detector)
+            for one in every
+        ]
+    )
+    costs = slower * change.lost_ns_total / len(change.steps)
+    costs, others = costs - costs.min(), others - others.min()  # what is alike in all stretches is no change
+    return bool(number @ np.minimum(costs, others) >= _EXPLAINS * (number @ costs))
 
 
 def growth(

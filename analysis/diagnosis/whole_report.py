@@ -108,7 +108,7 @@ def _findings(
     found = [one for one in found if not one.lost_ns_per_step or one.lost_fraction >= _LEAST]
     known = {one.detector for one in found}
     roots = [replace(one, caused_by=None) for one in found if one.caused_by not in known]
-    over_all = (*growth(stretch, every, roots, ranks), *changes(steps, roots))
+    over_all = (*growth(stretch, every, roots, ranks), *changes(steps, every))
     within = [one for one in roots if one.detector not in {of.detector for of in over_all}]
     ordered = list(root_causes_first((*within, *over_all), ranks))
     effects = (one for one in found if one.caused_by in known)
