@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rankscope.analysis.diagnosis.analyzed_steps import AnalyzedSteps, analyzed_steps, steps_of_timeline
+from rankscope.analysis.diagnosis.analyzed_steps import AnalyzedSteps, steps_of_timeline
 from rankscope.analysis.diagnosis.diagnose import read_run
-from rankscope.analysis.diagnosis.step_summaries import StepSummaries
 from rankscope.analysis.model.address import PathLike
 from rankscope.analysis.model.finding import Report
 from rankscope.analysis.text.message import text
@@ -26,10 +25,9 @@ class ComparedRun:
     steps: AnalyzedSteps
 
     @classmethod
-    def of(cls, report: Report, timeline: Timeline, steps: StepSummaries | None) -> ComparedRun:
-        """Return a run whose `steps` are those of all its stretches; None: it is held as a whole."""
-        analyzed = analyzed_steps(steps) if steps else steps_of_timeline(timeline)
-        return cls(report=report, timeline=timeline, steps=analyzed)
+    def of(cls, report: Report, timeline: Timeline, analyzed: AnalyzedSteps | None) -> ComparedRun:
+        """Return a run of which these are the steps of all its stretches; None: it is held as a whole."""
+        return cls(report=report, timeline=timeline, steps=analyzed or steps_of_timeline(timeline))
 
     @property
     def said(self) -> str:
@@ -41,11 +39,11 @@ class ComparedRun:
             "of {steps} {analyzed} are compared; communication and kernels are those of the last {held}",
             steps=counted(history.count, "step"),
             analyzed=self.steps.count,
-            held=history.read.last - history.read.first + 1,
+            held=len(history.read.steps),
         )
 
 
 def compared_run(path: PathLike | Sequence[PathLike]) -> ComparedRun:
     """Return the run at this path. Raises BadInput."""
     found = read_run(path)
-    return ComparedRun.of(found.report, found.timeline, found.steps)
+    return ComparedRun.of(found.report, found.timeline, found.analyzed)

@@ -10,7 +10,7 @@ from rankscope.analysis.detectors import spec_of
 from rankscope.analysis.diagnosis.run_phases import unexplained
 from rankscope.analysis.model.comparison import Comparison, FindingChange, StepChange
 from rankscope.analysis.model.digest import looks_of, missing_ranks
-from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Report
+from rankscope.analysis.model.finding import COARSE, MANY_OUTLIERS, Finding, Found, Look, Report
 from rankscope.analysis.model.spec import name_of
 from rankscope.analysis.text.message import Text, joined, text
 from rankscope.analysis.text.phrases import counted, named
@@ -44,10 +44,7 @@ def gate(report: Report, against: Comparison | None = None, *, severity: str = "
     failures: list[str] = [_sentence(finding) for finding in counting if _cause(finding) not in known]
     known |= {_cause(finding) for finding in roots}  # of the whole run
     elsewhere = [
-        (_phase(look.phase.first, look.phase.last), found)
-        for look in looks_of(report)
-        for found in look.findings
-        if _cause(found) not in known
+        (_phase(look), found) for look in looks_of(report) for found in look.findings if _cause(found) not in known
     ]
     failures += [_sentence_of(*one) for one in elsewhere if one[1].severity in counted_severities]
     unseen = [*_unseen(report), *_outliers(report, slower, against)]
@@ -99,8 +96,8 @@ def _sentence_of(phase: Text, found: Found) -> Text:
     )
 
 
-def _phase(first: int, last: int) -> Text:
-    return text("steps {steps}", steps=ranges(range(first, last + 1)))
+def _phase(look: Look) -> Text:
+    return text("steps {steps}", steps=ranges(look.phase.steps))
 
 
 def _unseen(report: Report) -> Iterator[str]:
@@ -116,7 +113,7 @@ def _unseen(report: Report) -> Iterator[str]:
         if not look.findings:
             yield text(
                 "why {steps} take {time}, and the last ones do not",
-                steps=_phase(look.phase.first, look.phase.last),
+                steps=_phase(look),
                 time=duration(look.phase.median_ns),
             )
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from rankscope.analysis.diagnosis.analyzed_steps import AnalyzedSteps
 from rankscope.analysis.diagnosis.conclude import report_on
 from rankscope.analysis.diagnosis.options import ReportOptions
-from rankscope.analysis.diagnosis.step_summaries import StepSummaries
 from rankscope.analysis.diagnosis.stretches import OverAll, whole_run
 from rankscope.analysis.model.address import PathLike
 from rankscope.analysis.model.finding import Report
@@ -31,13 +31,13 @@ def diagnose(trace: Trace, options: ReportOptions | None = None) -> Report:
 class ReadRun:
     """A run that was read and judged. Of one that is too long to be held at once the timeline has the last steps.
 
-    `is_final`: the report is on all of a run that has ended. `steps` are those of all stretches of a long run.
+    `is_final`: the report is on all of a run that has ended. `analyzed` are the steps of all stretches of a long run.
     """
 
     report: Report
     timeline: Timeline
     is_final: bool
-    steps: StepSummaries | None
+    analyzed: AnalyzedSteps | None
 
 
 def read_run(
@@ -58,4 +58,4 @@ def read_run(
                 continue
             found = over_all(last, timeline) if over_all else OverAll(last.report, trace.stretch is None)
             is_final = found.is_complete and trace.has_ended
-            return ReadRun(report=found.report, timeline=timeline, is_final=is_final, steps=found.steps)
+            return ReadRun(report=found.report, timeline=timeline, is_final=is_final, analyzed=found.analyzed)

@@ -61,27 +61,23 @@ def sentence(history: History, findings: Sequence[Finding]) -> str:
     looks, read = unexplained(history, findings), history.read
     if not looks:
         return ""
-    look = max(looks, key=lambda one: abs(one.phase.median_ns - read.median_ns) * len(_steps(one.phase)))
+    look = max(looks, key=lambda one: abs(one.phase.median_ns - read.median_ns) * len(one.phase.steps))
     more = look.phase.median_ns / read.median_ns - 1
     what = next(iter((*(found.title for found in look.findings), *map(part_change, look.changes))), "")
-    steps = ranges(_steps(look.phase))
+    steps = ranges(look.phase.steps)
     if look.others:
         steps = text("{steps}, and {others},", steps=steps, others=counted(look.others, "other phase"))
     because = text(": {what}", what=what) if what else ""
-    said = {"steps": steps, "share": percent(abs(more)), "last": ranges(_steps(read)), "because": because}
+    said = {"steps": steps, "share": percent(abs(more)), "last": ranges(read.steps), "because": because}
     if more > 0:
         return text("Steps {steps} took {share} longer than steps {last}{because}.", **said)
     return text("Steps {steps} took {share} less than steps {last}{because}.", **said)
 
 
-def _steps(span: Span) -> range:
-    return range(span.first, span.last + 1)
-
-
 def _is_explained(phase: Span, read: Span, findings: Sequence[Finding]) -> bool:
     """Say whether findings cost so much more in the phase than in the steps that were read, or less, as it differs."""
     differs_ns = phase.median_ns - read.median_ns
-    more_ns = _cost_more(findings, _steps(phase), _steps(read)) * np.sign(differs_ns)
+    more_ns = _cost_more(findings, phase.steps, read.steps) * np.sign(differs_ns)
     return bool(more_ns >= _EXPLAINS * abs(differs_ns))
 
 
@@ -113,7 +109,7 @@ def changes(steps: AnalyzedSteps, every: Sequence[StretchSummary]) -> list[Findi
 def _is_cost_of_others(change: Finding, every: Sequence[StretchSummary]) -> bool:
     """Say whether other findings cost more in those stretches in which the change does, by most of what it costs."""
     number = np.array([one.analyzed for one in every])
-    slower = np.array([np.isin(range(one.first, one.last + 1), change.steps).mean() for one in every])
+    slower = np.array([np.isin(one.numbers, change.steps).mean() for one in every])
     others = np.array(
         [
             sum(of.lost_ns_per_step for of in one.findings if of.caused_by is None and of.detector != change.detector)

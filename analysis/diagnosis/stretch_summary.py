@@ -40,6 +40,11 @@ class StretchSummary:
     steps_file: bytes = b""
 
     @property
+    def numbers(self) -> range:
+        """Those of its steps in the run."""
+        return range(self.first, self.last + 1)
+
+    @property
     def analyzed(self) -> int:
         """How many of its steps were."""
         return self.steps.count if self.steps else 0

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-from rankscope.analysis.diagnosis.analyzed_steps import analyzed_steps
+from rankscope.analysis.diagnosis.analyzed_steps import AnalyzedSteps, analyzed_steps
 from rankscope.analysis.diagnosis.conclude import Concluded, losses_in, with_places
 from rankscope.analysis.diagnosis.judged_tables import code_of
 from rankscope.analysis.diagnosis.judgement import judge
@@ -67,6 +67,7 @@ class OverAll:
     report: Report
     is_complete: bool = True
     steps: StepSummaries | None = None
+    analyzed: AnalyzedSteps | None = None
 
 
 def with_whole_run(trace: Trace, last: Concluded, timeline: Timeline, options: ReportOptions | None = None) -> OverAll:
@@ -120,7 +121,7 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
             looks = looks_at(phases, history.read, at_end, others)
             whole = replace(
                 history,
-                analyzed=sum(one.last - one.first + 1 for one in every),
+                analyzed=sum(len(one.numbers) for one in every),
                 stretches=len(every),
                 looks=tuple(sorted(looks, key=lambda look: look.phase.first)),
             )
@@ -128,7 +129,7 @@ def whole_run(trace: Trace, options: ReportOptions | None = None) -> Iterator[Ca
             report = whole_report(last, whole, stretch, every, analyzed)
             unread = sum(one.analyzed for one in every) - analyzed.count
             report = replace(report, gaps=_gaps(report, stretch, others, unread))
-            return OverAll(report, len(every) == len(others) + 1 and not unread, steps)
+            return OverAll(report, len(every) == len(others) + 1 and not unread, steps, analyzed)
 
         yield over_all
 
@@ -271,10 +272,7 @@ def _gaps(report: Report, stretch: Stretch, others: Sequence[StretchSummary], un
     """
     missing = [one for one in others if one.why]
     gaps = [gap for gap in report.gaps if gap.table != "*" or gap.why != stretch.said or missing or stretch.kept]
-    whys = [
-        text("steps {steps} were not analyzed: {why}", steps=ranges(range(one.first, one.last + 1)), why=one.why)
-        for one in missing
-    ]
+    whys = [text("steps {steps} were not analyzed: {why}", steps=ranges(one.numbers), why=one.why) for one in missing]
     if unread:
         steps = counted(unread, "analyzed step")
         whys.append(text("the breakdown lacks {steps}: their summaries were removed meanwhile", steps=steps))

@@ -157,7 +157,7 @@ def _together(of: Sequence[_Found], every: Sequence[StretchSummary], steps: Anal
     gain_errors = [one.gain_uncertainty_fraction or 0.0 for _, one in of]
     is_predicted = any(one.gain_fraction is not None for _, one in of)
     is_everywhere = {at.first for at, _ in of} == {one.first for one in every if one.analyzed}
-    seen = chain(*(one.steps or range(at.first, at.last + 1) for at, one in of))
+    seen = chain(*(one.steps or at.numbers for at, one in of))
     said = text("{what} (in steps {steps})", what=worst.title, steps=ranges(range(of[0][0].first, of[-1][0].last + 1)))
     return replace(
         worst,
@@ -252,6 +252,6 @@ def _not_made(open_: Sequence[tuple[StretchSummary, NotChecked]], *, partly: boo
     """Return why a check was not made; where it was made in other stretches, in which steps."""
     one = max(open_, key=lambda of: of[0].time_ns)[1]
     if partly:
-        steps = ranges(step for summary, _ in open_ for step in range(summary.first, summary.last + 1))
+        steps = ranges(step for summary, _ in open_ for step in summary.numbers)
         one = replace(one, why=text("{why} (in steps {steps})", why=one.why, steps=steps))
     return replace(one, unclear=any(other.unclear for _, other in open_))

@@ -179,6 +179,10 @@ class Span:
     last: int
     median_ns: int
 
+    @property
+    def steps(self) -> range:
+        return range(self.first, self.last + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:

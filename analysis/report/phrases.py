@@ -16,7 +16,6 @@ from rankscope.analysis.model.finding import (
     Evidence,
     Finding,
     GroupState,
-    History,
     Lead,
     Look,
     Operator,
@@ -164,7 +163,7 @@ def history_lines(report: Report) -> list[str]:
     if history is None:
         return []
     read, fast, slow = history.read, *(f(history.spans, key=lambda span: span.median_ns) for f in (min, max))
-    held, medians = _held(history), (duration(read.median_ns), duration(history.median_ns))
+    held, medians = ranges(read.steps), (duration(read.median_ns), duration(history.median_ns))
     if history.analyzed:
         lines = [
             say("history.analyzed", history.analyzed, history.count, history.stretches),
@@ -173,10 +172,10 @@ def history_lines(report: Report) -> list[str]:
     else:
         lines = [say("history.read", held, history.count, history.rank, *medians), say("history.recent")]
     if slow.median_ns >= _CHANGED * fast.median_ns:
-        ends = ((duration(span.median_ns), named("step", range(span.first, span.last + 1))) for span in (fast, slow))
+        ends = ((duration(span.median_ns), named("step", span.steps)) for span in (fast, slow))
         lines.append(say("history.changed", *(said for end in ends for said in end)))
         if not history.looks and not history.analyzed and min(fast.first, slow.first) >= history.kept:
-            most = max(read.last - read.first + 1, _COMPARED)  # many more might not fit
+            most = max(len(read.steps), _COMPARED)  # many more might not fit
             lines.append(say("history.diff", *(f"{s.first}-{min(s.last, s.first + most - 1)}" for s in (fast, slow))))
     lines += [_looked(look, read) for look in history.looks]
     known_before = history.analyzed - (history.count - history.kept)
@@ -187,14 +186,10 @@ def history_lines(report: Report) -> list[str]:
     return lines
 
 
-def _held(history: History) -> str:
-    return ranges(range(history.read.first, history.read.last + 1))
-
-
 def of_last(report: Report) -> str:
     """Say of a long run that something is of its last steps only."""
     history = report.history
-    return say("history.of_last", _held(history)) if history and history.analyzed else ""
+    return say("history.of_last", ranges(history.read.steps)) if history and history.analyzed else ""
 
 
 def _looked(look: Look, read: Span) -> str:
@@ -214,7 +209,7 @@ def _looked(look: Look, read: Span) -> str:
 
 
 def _span_facts(span: Span) -> tuple[str, str]:
-    return duration(span.median_ns), ranges(range(span.first, span.last + 1))
+    return duration(span.median_ns), ranges(span.steps)
 
 
 def _recorded_ranks(report: Report) -> str:

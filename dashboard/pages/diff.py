@@ -10,6 +10,7 @@ from dash import Dash, Input, Output, dcc, html, no_update
 
 from rankscope.analysis.compare.compared_run import ComparedRun
 from rankscope.analysis.compare.two_runs import compare, step_change
+from rankscope.analysis.diagnosis.analyzed_steps import analyzed_steps
 from rankscope.analysis.model.comparison import Comparison
 from rankscope.analysis.report.diff_text import arrow, finding_row
 from rankscope.analysis.report.labels import part_label
@@ -98,10 +99,14 @@ def _page(a: Run, b: Run) -> Children:
 def _compared(a: Run, b: Run) -> Comparison | str:
     """Return the comparison, or why there is none."""
     try:
-        return compare(*(ComparedRun.of(run.report, run.timeline, run.steps) for run in (a, b)))
+        return compare(_all_of(a), _all_of(b))
     except NotComparable as reason:
         why: str = reason.args[0]
         return why
+
+
+def _all_of(run: Run) -> ComparedRun:
+    return ComparedRun.of(run.report, run.timeline, analyzed_steps(run.steps) if run.steps else None)
 
 
 def _head(found: Comparison, a: Run, b: Run) -> Children:
